@@ -64,7 +64,7 @@ K_TILE_BYTES = 64
 
 MEMORIES = ("panels", "rows")
 
-LAYOUT = 2
+LAYOUT = 3
 """Version of everything on this page: raised by whoever changes a byte of it, so that weights that were packed and
 saved before are refused."""
 
@@ -94,7 +94,8 @@ class Format:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floating-point numbers: in rows such weights have scales in float32, and no offsets."""
+        """Whether codes are floating-point numbers: in rows such weights have no offsets, and scales in float32, or of
+        e2m1 in a byte."""
         return self.is_e4m3 or self.is_e2m1
 
     @property
@@ -146,7 +147,7 @@ ROW_FORMATS: Mapping[str, Format] = {
     "f16": Format(16),
     "fp8": Format(8, zero=0, head_bytes=128, is_e4m3=True),
     "fp8_block": Format(8, zero=0, block=128, scale_bytes=64, is_e4m3=True),
-    "mxfp4": Format(4, zero=0, scale_bytes=64, values=_FP4, is_e2m1=True),
+    "mxfp4": Format(4, zero=0, scale_bytes=16, values=_FP4, is_e2m1=True),
 }
 """The formats of weights in rows; `allspan.kernels.row_layout` says how they lie."""
 
@@ -226,7 +227,12 @@ class PackedSpec:
     def row_bytes(self) -> int:
         """Codes and scales of a feature in rows."""
         kind = self.kind
-        return self.depth * kind.bits // 8 + self.groups * (8 if kind.head_bytes else 4)
+        return self.depth * kind.bits // 8 + self.qparams * (8 if kind.head_bytes else 4)
+
+    @property
+    def qparams(self) -> int:
+        """Returns the number of qparams that a feature has in rows: one a group, or of e2m1 one for four groups."""
+        return -(-self.groups // 4) if self.kind.is_e2m1 else self.groups
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ A weight is one contiguous uint8 tensor of `PackedSpec.shape`, its parts one bel
     codes    [features][k tiles of 64 bytes]
     qparams  [groups][features][scale, offset]: all features of a group together, since threads that work on
              neighbouring features need them at once; where a format has a zero, offset = zero · scale
-             (of fp8_block and mxfp4: [groups][features], scales alone)
+             (of fp8_block: [groups][features], scales alone; of mxfp4: [k tiles][features][4 groups], a byte each)
 
 A k tile holds 32 inputs of 16 bits, 64 of 8 or 128 of 4: some sets of 32. Each of its four 16-byte chunks is what one
 of four threads loads at once; chunk t holds inputs 8·t … 8·t + 7 of every set, so that the four have whole sets between
@@ -23,7 +23,7 @@ the first input lie `k_offset` codes, after the last zeros up to the end of the 
 | q8_0 (zero 128), q4_0 (zero 8) | float16 for each 32 |
 | fp8 | float32, one group; codes are e4m3 numbers, as they are |
 | fp8_block | float32 for each 128; codes are those of fp8 |
-| mxfp4 | float32 for each 32: 2^(e - 128) of GGUF's e; codes are e2m1 numbers, as they are |
+| mxfp4 | a byte e for each 32: the scale of twice a number is 2^(e - 128); codes are e2m1 numbers, as they are |
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ def codes_of(weight: Tensor, spec: PackedSpec) -> Tensor:
 
 
 def qparams_of(weight: Tensor, spec: PackedSpec) -> Tensor:
-    """[groups, features, 2]: a view of the scales and offsets; of fp8_block and mxfp4 [groups, features, 1]."""
+    """[groups, features, 2]: a view of the scales and offsets; of fp8_block [groups, features, 1], of mxfp4 uint8
+    [k tiles, features, 4]."""
     kind = spec.kind
+    begin = spec.features * spec.depth * kind.bits // 8
+    if kind.is_e2m1:
+        return weight.view(-1)[begin:].view(spec.qparams, spec.features, 4)
     dtype = torch.float32 if kind.head_bytes or kind.is_float else torch.float16
     each = 1 if kind.is_float and kind.scale_bytes else 2
-    begin = spec.features * spec.depth * kind.bits // 8
     return weight.view(-1)[begin:].view(dtype).view(spec.groups, spec.features, each if spec.groups else 0)
 
 
@@ -65,13 +68,14 @@ def pack_rows(fields: Mapping[str, Tensor], weight: Tensor, spec: PackedSpec, fi
         into[:, spec.k_offset : spec.k_offset + spec.inputs] = values.to(weight.device)
         into[:, : spec.k_offset], into[:, spec.k_offset + spec.inputs :] = 0, 0
         return
-    if "e" in fields:
-        exponents = fields["e"].int() - 128
-        fields = {**fields, "scales": torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)}
     codes = fields["codes"].to(weight.device, torch.uint8)[:, : spec.depth]
     packed = _pack_codes(functional.pad(codes, (0, spec.depth - codes.shape[1])), spec.kind)
     codes_of(weight, spec)[first : first + len(codes)] = packed
     qparams = qparams_of(weight, spec)[:, first : first + len(codes)]
+    if spec.kind.is_e2m1:
+        exponents = functional.pad(fields["e"], (0, spec.qparams * 4 - spec.groups))
+        qparams.copy_(exponents.view(len(codes), spec.qparams, 4).transpose(0, 1))
+        return
     for i, name in enumerate(("scales", "offsets")[: qparams.shape[2]]):
         values = fields[name] if name in fields else fields["scales"] * (spec.kind.zero or 0)
         qparams[:, :, i] = values.to(weight.device, qparams.dtype).T
@@ -86,6 +90,9 @@ def fields_of_rows(weight: Tensor, spec: PackedSpec, rows: slice | Tensor = slic
     codes = _unpack_codes(codes_of(weight, spec)[rows], kind)[:, :depth]
     fields = {"codes": functional.pad(codes, (0, depth - codes.shape[1]))}
     qparams = qparams_of(weight, spec)[:, rows]
+    if kind.is_e2m1:
+        exponents = qparams.transpose(0, 1).flatten(1)[:, : spec.groups].int() - 128
+        return fields | {"scales": torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)}
     fields["scales"] = qparams[:, :, 0].T
     return fields if kind.zero is not None else fields | {"offsets": qparams[:, :, 1].T}
 

@@ -168,7 +168,7 @@ def _random_weights(spec: PackedSpec, experts: int, device: str) -> Tensor:
             qparams.fill_(0)
             qparams[..., 0] = size / 16
         elif spec.kind.is_float:
-            qparams.fill_(0.125 * 2.0 ** round(math.log2(size)))
+            qparams.fill_(125 + round(math.log2(size)))
         else:
             qparams[..., 0] = size * 4 / (1 << spec.kind.bits)
             qparams[..., 1] = qparams[..., 0] * (1 << spec.kind.bits) / 2

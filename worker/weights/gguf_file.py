@@ -19,6 +19,7 @@ from allspan.protos.model_files.limits import CONFIG_SIZES
 from allspan.protos.model_files.regular_file import open_regular
 from allspan.protos.text.tokenizers.gguf_metadata import GgufTensor, gguf_header, parts_of
 from allspan.worker.weights.mapped_file import MappedFile
+from allspan.worker.weights.mxfp4_folder import MXFP4, refuse_nan_scales
 
 _PLAIN = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
@@ -30,6 +31,7 @@ _CHUNK = 1 << 20
 @dataclass(frozen=True, slots=True)
 class _Stored:
     file: MappedFile
+    name: str
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
     offset: int
@@ -128,7 +130,11 @@ class GgufFile:
         data = stored.file.view(stored.offset, stored.num_rows * stored.row_bytes).reshape(stored.num_rows, -1)
         first, last = columns.start // stored.block, -(-columns.stop // stored.block)
         taken = slice(first * stored.block_bytes, last * stored.block_bytes)
-        return np.ascontiguousarray(data[rows.start : rows.stop : rows.step, taken])
+        raw = np.ascontiguousarray(data[rows.start : rows.stop : rows.step, taken])
+        if stored.kind.name == MXFP4:
+            scales = torch.from_numpy(raw)[:, :: stored.block_bytes]
+            refuse_nan_scales(scales, f"{stored.file.path}: tensor {stored.name!r}", rows, first)
+        return raw
 
     def _open(self, path: Path) -> None:
         with open_regular(path) as opened:
@@ -172,7 +178,7 @@ def _locate(file: MappedFile, info: GgufTensor) -> _Stored:
     if not 1 <= len(info.shape) <= 3 or info.shape[-1] % block:
         raise CheckpointError(f"{file.path}: tensor {info.name!r} has shape {list(info.shape)} for type {kind.name}")
     shape = (1, *info.shape) if info.name.endswith(_ONE_ROW) and len(info.shape) == 1 else info.shape
-    stored = _Stored(file, kind, shape, info.offset, block, block_bytes)
+    stored = _Stored(file, info.name, kind, shape, info.offset, block, block_bytes)
     end = info.offset + stored.num_rows * stored.row_bytes
     if end > file.size:
         raise CheckpointError(

@@ -18,6 +18,7 @@ _INPUTS, _BYTES = 32, 16
 """The inputs that share a scale, and the bytes of their codes."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES, _SCALES = "_blocks", "_scales"
+_NAN = 255
 
 
 class Mxfp4Folder:
@@ -90,7 +91,9 @@ class Mxfp4Folder:
         counted."""
         taken = slice(rows.start, rows.stop, rows.step), slice(inputs.start // _INPUTS, -(-inputs.stop // _INPUTS))
         codes, scales = self._folder.view(name), self._folder.view(_scales_of(name))
-        return codes.flatten(0, 1)[taken], scales.flatten(0, 1)[taken]
+        found = scales.flatten(0, 1)[taken]
+        refuse_nan_scales(found, f"{self.where(name)}: tensor {_scales_of(name)!r}", rows, taken[1].start)
+        return codes.flatten(0, 1)[taken], found
 
     def _check(self, name: str, names: Collection[str]) -> None:
         shape, scales = self._folder.shape(name), _scales_of(name)
@@ -103,6 +106,16 @@ class Mxfp4Folder:
             )
         if {self._folder.dtype(each) for each in (name, scales)} != {"U8"}:
             raise CheckpointError(f"{self.where(name)}: {name!r} and {scales!r} must have dtype U8")
+
+
+def refuse_nan_scales(scales: Tensor, what: str, rows: range, first: int) -> None:
+    """Raises CheckpointError if one of uint8 [rows, blocks], from block `first` of each row on, is no power of two."""
+    if (bad := torch.nonzero(scales == _NAN)).numel():
+        row, block = bad[0].tolist()
+        raise CheckpointError(
+            f"{what} has NaN (byte {_NAN}) for a scale in row {rows[row]}, block {first + block}, and "
+            f"{len(bad) - 1} more in what was read; every scale must be 0 to 254: get or convert the checkpoint again"
+        )
 
 
 def _scales_of(name: str) -> str:

@@ -44,9 +44,13 @@ __device__ __forceinline__ uint32_t pair_of_small_floats(uint32_t halves) {
   return multiply_pairs((halves << 6 & 0x01c001c0) | signs, 0x7f007f00);
 }
 
-// What a group's 32 bits are: two halves, or of e4m3 codes a float32 scale, which has no offset beside it.
-__device__ __forceinline__ float scale_of(uint32_t qparams) {
-  return FLOATS ? __uint_as_float(qparams) : half_wide(qparams & 0xffff);
+// What a group's 32 bits are: two halves; of e4m3 codes a float32 scale, which has no offset beside it; of e2m1 codes
+// four groups' exponents, of which set % 4 says one: 2^(e - 128), the first two of which are subnormal numbers.
+constexpr bool kHasBytes = FLOATS && BITS == 4;
+__device__ __forceinline__ float scale_of(uint32_t qparams, int set) {
+  if (!kHasBytes) return FLOATS ? __uint_as_float(qparams) : half_wide(qparams & 0xffff);
+  const uint32_t e = qparams >> set % 4 * 8 & 0xff;
+  return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
 }
 __device__ __forceinline__ float offset_of(uint32_t qparams) { return FLOATS ? 0.0f : half_wide(qparams >> 16); }
 

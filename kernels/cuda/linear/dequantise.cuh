@@ -8,13 +8,14 @@
 #endif
 
 // What is `base` more than a code, times `scale`, less `offset`, is the weight.
-__device__ __forceinline__ void qparams_of(const void* qparams, long long at, float base, float& scale, float& offset) {
+__device__ __forceinline__ void qparams_of(const void* qparams, long long at, int set, float base, float& scale,
+                                           float& offset) {
   float least = 0;
   if (BITS == 16) {
     scale = 1;
   } else if (GROUPED) {
     const uint32_t pair = static_cast<const uint32_t*>(qparams)[at];
-    scale = scale_of(pair), least = offset_of(pair);
+    scale = scale_of(pair, set), least = offset_of(pair);
   } else {
     const float2 pair = static_cast<const float2*>(qparams)[at];
     scale = pair.x, least = pair.y;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void weights_of(const uint4& chunk, const void* qpara
   float scale, offset;
   // Of what fills the last k tile, the last one.
   const long long group = GROUPED ? min((k_tile * kSets + set) / group_sets, groups - 1) : 0;
-  qparams_of(qparams, group * features + feature, kBase, scale, offset);
+  qparams_of(qparams, group * features + feature, set, kBase, scale, offset);
   scale *= kUnit;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {

@@ -32,7 +32,7 @@ struct Features {
   __device__ __forceinline__ Features(const void* qparams, const float* all, int feature) {
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) {
-      if (kHasFactors) qparams_of(qparams, feature + e, kProductBase, scale[e], offset[e]);
+      if (kHasFactors) qparams_of(qparams, feature + e, 0, kProductBase, scale[e], offset[e]);
       bias[e] = all ? all[feature + e] : 0;
     }
   }

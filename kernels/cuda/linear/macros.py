@@ -54,19 +54,20 @@ def bits_macros(spec: PackedSpec, dtype: torch.dtype) -> dict[str, int]:
 
 
 def groups_of_k_tile(spec: PackedSpec) -> int:
-    """Returns the number of quantisation groups that a k tile holds a part of; 0 where scales are a channel's."""
+    """Returns the number of qparams of a feature that a k tile needs; 0 where scales are a channel's."""
     sets = 16 // spec.kind.bits
     return sets // min(group_sets(spec), sets) if group_sets(spec) else 0
 
 
 def group_sets(spec: PackedSpec) -> int:
-    """Returns the number of sets of 32 inputs that share a scale, 0 where all do."""
-    return spec.block // 32 if spec.kind.scale_bytes else 0
+    """Returns the number of sets of 32 inputs that share qparams, 0 where all do; of e2m1 those of a k tile do, which
+    have a byte each."""
+    return 4 if spec.kind.is_e2m1 else spec.block // 32 if spec.kind.scale_bytes else 0
 
 
 def groups(spec: PackedSpec) -> tuple[int, int]:
-    """Returns the number of quantisation groups and of sets of 32 inputs in each."""
-    return spec.groups, max(1, group_sets(spec))
+    """Returns the number of qparams of a feature and of sets of 32 inputs that share them."""
+    return spec.qparams, max(1, group_sets(spec))
 
 
 def k_tiles(spec: PackedSpec) -> int:

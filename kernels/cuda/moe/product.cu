@@ -37,6 +37,7 @@ constexpr int kThreads = 32 * WARPS, kStages = STAGES, kRows = 8 * TILES;
 constexpr int kSpanSets = 4, kSpanTiles = kSpanSets / kSets;  // k tiles of a span
 constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSpanSets, kGroups = kSpanSets / kGroupSets;
+constexpr int kScaleSets = kHasBytes ? 1 : kGroupSets;
 constexpr int kQparams = kGrouped ? kGroups * 16 : 0;  // words of a span
 constexpr int kCodeBytes = kSpanTiles * 1024, kStageBytes = kCodeBytes + kQparams * 4;
 constexpr int kEach = MODE == kGated ? 8 : 16;  // outputs of a tile
@@ -357,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int h = 0; h < 2; ++h) decode(chunk[h], set % kSets, pairs[h]);
       const uint32_t a[2][4] = {{pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]},
                                 {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]}};
-      const bool is_first = kGrouped && set % kGroupSets == 0;
+      const bool is_first = kGrouped && set % kScaleSets == 0;
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         const uint4 column = b[set][n];
@@ -375,12 +376,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           multiply(x_sum[n], ones, column.z, column.w);
         }
       }
-      if (kGrouped && (set + 1) % kGroupSets == 0) {
+      if (kGrouped && (set + 1) % kScaleSets == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const char* const pairs_at = stage + kCodeBytes + (set / kGroupSets * 16 + g + 8 * h) * 4;
           const uint32_t pair = *reinterpret_cast<const uint32_t*>(pairs_at);
-          const float scale = kUnit * scale_of(pair), offset = kBase * scale + offset_of(pair);
+          const float scale = kUnit * scale_of(pair, set), offset = kBase * scale + offset_of(pair);
 #pragma unroll
           for (int n = 0; n < TILES; ++n)
 #pragma unroll

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.linear.dequantise import dequantised
 from allspan.kernels.cuda.moe.product import expert_gated_linear, expert_linear, expert_sum
 from allspan.kernels.cuda.moe.route import route
 from allspan.kernels.cuda.moe.rows import expert_gated_mul, expert_gather, linear, scale_rows
@@ -16,7 +17,7 @@ from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.reference.experts import choose
-from allspan.kernels.reference.packed_linear import unpack
+from allspan.kernels.reference.packed_linear import pack, unpack
 from allspan.kernels.router_spec import RouterSpec
 from support.emulator.driver import EmulatorDriver
 from support.linear_cases import spec_of
@@ -246,6 +247,14 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
             out = torch.full(total.shape, 0.5, dtype=kept, device=device)
             expert_sum(mlp, down.weight, down.bias.to(device), down.spec, routing, adds, out)
             torch.testing.assert_close(out.cpu().double(), total + 0.5 * adds, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_every_exponent_of_mxfp4_is_its_power_of_two(device: str) -> None:
+    spec = spec_of("mxfp4", 0, (9,), 32 * 253)
+    codes = torch.randint(0, 16, (9, spec.inputs), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    weight = pack(spec, {"codes": codes, "e": torch.arange(253, dtype=torch.uint8).expand(9, 253)})
+    found = dequantised(weight.to(device), spec, torch.bfloat16)[:, : spec.inputs]
+    assert torch.equal(found.cpu().double(), unpack(weight, spec, torch.float64))
 
 
 @pytest.mark.parametrize(("name", "group"), [("group4", 32), ("channel8", 0)])

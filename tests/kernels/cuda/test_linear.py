@@ -39,7 +39,16 @@ FORMATS_AND_GROUPS = [
 
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("bf16", 0), ("fp8", 0), ("fp8_block", 0), ("channel8", 0), ("group4", 32), ("group8", 512), ("q8_0", 0)],
+    [
+        ("bf16", 0),
+        ("fp8", 0),
+        ("fp8_block", 0),
+        ("channel8", 0),
+        ("group4", 32),
+        ("group8", 512),
+        ("q8_0", 0),
+        ("mxfp4", 0),
+    ],
 )
 def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> None:
     check_odd_sizes(name, group, device)
@@ -48,6 +57,7 @@ def test_odd_sizes_agree_with_float64(name: str, group: int, device: str) -> Non
 def test_odd_sizes_of_more_rows_agree_with_float64(device: str) -> None:
     check_odd_sizes("group4", 32, device, 11)
     check_odd_sizes("q8_0", 0, device, 11)
+    check_odd_sizes("mxfp4", 0, device, 11)
 
 
 @pytest.mark.parametrize(

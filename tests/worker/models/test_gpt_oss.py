@@ -52,6 +52,11 @@ def test_a_gguf_file_with_the_same_blocks_gives_the_same_logits(tmp_path: Path) 
         assert torch.equal(folder, file)
     plain = logits_on_ranks(tmp_path / "model.gguf", 1, [IDS], quantization="none", dtype="float32")[0]
     assert relative_error(plain, reference_logits(model, IDS)) < 1e-4
+    raw["blk.2.ffn_down_exps.weight"][3, 5, 17] = 255  # of the row's second block
+    save_family_gguf(tmp_path / "nan.gguf", model, ROW, raw)
+    for quantization in ("gguf", "none"):
+        with pytest.raises(CheckpointError, match=r"blk.2.ffn_down_exps.weight' has NaN .* row \d+, block 1"):
+            logits_on_ranks(tmp_path / "nan.gguf", 1, [IDS], quantization=quantization)
 
 
 def _gguf_blocks(codes: dict[str, Tensor], layer: int) -> dict[str, np.ndarray]:
@@ -84,6 +89,7 @@ def test_blocks_give_the_same_bits_alone_in_chunks_and_among_others(tmp_path: Pa
         ("_scales", torch.zeros(5, 192, 3, dtype=torch.uint8), r"must be \[experts, out, in / 32, 16\]"),
         ("_blocks", torch.zeros(5, 192, 2, 16), "must have dtype U8"),
         ("_blocks", torch.zeros(5, 190, 2, 16, dtype=torch.uint8), "must be"),
+        ("_scales", torch.full((5, 192, 2), 255, dtype=torch.uint8), r"NaN \(byte 255\) for a scale in row 0, block 0"),
         ("_bias", None, "gate_up_proj_bias' is missing"),
         ("", torch.zeros(5, 64, 192), "gate_up_proj' is not part of the model"),
     ],

@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         for (int h = 0; h < 2; ++h) {
           float product = static_cast<float>(c[h * 2] * 256 + c[h * 2 + 1]);
           if constexpr (kGrouped) {
-            const float scale = scale_of(pairs[q][h]);
+            const float scale = scale_of(pairs[q][h], 0);
             product = scale * product - (kLack * scale + offset_of(pairs[q][h])) * beside.y;
           }
           sum[h] = fmaf(beside.x, product, sum[h]);
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
       const float by = row.beside[k * 4].x;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) sum[h] = fmaf(kGrouped ? by * scale_of(pairs[0][h]) : by, c[h * 2], sum[h]);
+      for (int h = 0; h < 2; ++h) sum[h] = fmaf(kGrouped ? by * scale_of(pairs[0][h], 0) : by, c[h * 2], sum[h]);
     }
     const int before = tile;
     for (k += WARPS; k >= units; k -= units) ++tile;

@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 float& c = k_tile_sum[p][n][h];
                 c = static_cast<float>(whole[p][n][h * 2] * 256 + whole[p][n][h * 2 + 1]);
                 if (!kGrouped) continue;
-                const float scale = scale_of(pairs.of[p][h]), offset = kLack * scale + offset_of(pairs.of[p][h]);
+                const float scale = scale_of(pairs.of[p][h], set), offset = kLack * scale + offset_of(pairs.of[p][h]);
                 group_sum[p][n][h] = set < kGroupSets ? scale * c : group_sum[p][n][h] + scale * c;
                 c = group_sum[p][n][h] -= offset * x_total[n];
               }
@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
               float* const c = kGrouped ? group_sum[p][n] : sum[p][n];
-              if (kGrouped && set % kGroupSets == 0)
+              if (kGrouped && set % kScaleSets == 0)
                 multiply_anew(c, a[0], b[n].x, b[n].y);
               else
                 multiply(c, a[0], b[n].x, b[n].y);
@@ -309,13 +309,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               multiply(x_sum[n], ones, b[n].z, b[n].w);
             }
           }
-          if (kGrouped && (set + 1) % kGroupSets == 0) {
+          if (kGrouped && (set + 1) % kScaleSets == 0) {
             const Pairs pairs = *reinterpret_cast<const Pairs*>(stage - lane * 16 + pairs_at(set / kGroupSets, g));
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
 #pragma unroll
               for (int h = 0; h < 2; ++h) {
-                const float scale = kTimes * scale_of(pairs.of[p][h]);
+                const float scale = kTimes * scale_of(pairs.of[p][h], set);
                 const float offset = kLack * scale + offset_of(pairs.of[p][h]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)

@@ -30,6 +30,7 @@ constexpr int kThreads = WARPS * 32, kStages = STAGES;
 constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = BITS < 16 && !FLOATS, kIsResident = RESIDENT, kIsWhole = WHOLE;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
 constexpr int kGroups = kSets / kGroupSets;  // that a k tile has a part of
+constexpr int kScaleSets = kHasBytes ? 1 : kGroupSets;
 constexpr int kCodeBytes = PARTS * 2 * 512, kXBytes = kIsResident ? 0 : kSets * TILES * 512;
 constexpr int kQparams = kGrouped ? kGroups * PARTS * 16 : 0, kQparamCopies = (kQparams + 31) / 32;
 constexpr int kStageBytes = kCodeBytes + kXBytes + kQparams * 4;

@@ -33,7 +33,8 @@ static_assert(BITS < 16);
 constexpr bool kGrouped = GROUP_SETS > 0, kHasSums = !FLOATS;
 constexpr int kGroupSets = kGrouped ? GROUP_SETS : kSets;
 constexpr int kGroups = kSets / kGroupSets;  // that a step has a part of
-constexpr int kChunks = kSets * 4;           // of 16 bytes, of a row of x
+constexpr int kScaleSets = kHasBytes ? 1 : kGroupSets;
+constexpr int kChunks = kSets * 4;  // of 16 bytes, of a row of x
 constexpr int kRows = TILES * 8, kXBytes = kRows * kChunks * 16;
 constexpr int kCodeBytes = kParts * 2 * 32 * 16, kQparams = kGrouped ? kGroups * kParts * 16 : 0;
 constexpr int kWarpBytes = kCodeBytes + kQparams * 4, kStageBytes = kXBytes + WARPS * kWarpBytes;
@@ -200,11 +201,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const float* const sums_of_step = x_sums + i % 2 * kSums;
     uint4 chunk[kParts][2];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < kSets / kScaleSets; ++group) {
       float group_sum[TILES][kParts][4];
 #pragma unroll
-      for (int s = 0; s < kGroupSets; ++s) {
-        const int set = group * kGroupSets + s;
+      for (int s = 0; s < kScaleSets; ++s) {
+        const int set = group * kScaleSets + s;
         uint32_t a[kParts][2][4];
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
@@ -241,14 +242,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (kGrouped) {
+        const int of = group * kScaleSets / kGroupSets;
         float scale[kParts][2], offset[kParts][2];
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const uint32_t pair =
-                *reinterpret_cast<const uint32_t*>(codes + kCodeBytes + (group * 32 + p * 16 + g + 8 * h) * 4);
-            scale[p][h] = kUnit * scale_of(pair), offset[p][h] = kBase * scale[p][h] + offset_of(pair);
+                *reinterpret_cast<const uint32_t*>(codes + kCodeBytes + (of * 32 + p * 16 + g + 8 * h) * 4);
+            scale[p][h] = kUnit * scale_of(pair, group), offset[p][h] = kBase * scale[p][h] + offset_of(pair);
           }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(640, 1)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t pair = h ? both.y : both.x;
-          const float by = scale_of(pair), more = 8 * by - offset_of(pair);
+          const float by = scale_of(pair, 0), more = 8 * by - offset_of(pair);
           scale[h] = pack(by, by), offset[h] = pack(more, more);
         }
       }
