@@ -13,6 +13,10 @@
 // Compiled with E4M3 (elements of x and weight; else of 16 bits), GATED, OUT_FLOATS and, of e4m3, BLOCKS: rows of x and
 // features of the weight have a scale for each 128 inputs, and so tiles, of half the features, have sums of those
 // beside all.
+//
+// With BITS (8 or 4) and FLOATS (decode.cuh) and GROUP_SETS (as product.cu has it), the weight is packed: the warps
+// that gather rows copy its k tiles ahead, as they are, and make 16-bit elements of them where the tensor cores read
+// them, while those multiply the step before.
 #include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
 
@@ -28,9 +32,13 @@
 #ifndef BLOCKS
 #define BLOCKS 0
 #endif
-static_assert(!(GATED && OUT_FLOATS) && (E4M3 || !BLOCKS));
+#ifndef GROUP_SETS
+#define GROUP_SETS 0
+#endif
+constexpr bool kPacked = BITS < 16, kGrouped = GROUP_SETS > 0;
+static_assert(!(GATED && OUT_FLOATS) && (E4M3 || !BLOCKS) && !(E4M3 && kPacked));
 constexpr int kFeatures = BLOCKS ? 128 : 256, kHalf = kFeatures / 2;  // of a tile, and those that are copied at once
-constexpr int kRows = 128, kStages = BLOCKS ? 6 : 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
+constexpr int kRows = 128, kStages = BLOCKS ? 6 : kPacked ? 3 : 4, kLead = 2, kGroup = 128, kThreads = 3 * kGroup;
 constexpr int kKept = 4;                                   // tiles of which a block has notes
 constexpr int kBand = 16;                                  // tiles of rows that meet all features together
 constexpr int kTile = 128 * 128, kHalfTile = kHalf * 128;  // bytes: of x, and of half of the weight's
@@ -41,6 +49,11 @@ constexpr int kColumns = OUT_FLOATS ? 32 : 64, kChunk = kColumns / 8;  // output
 constexpr int kPiece = 16 * 128;                                       // bytes that a warp stores at once: its 16 rows
 constexpr int kPieces = kAcross / kColumns, kTiles = kColumns / 8;     // and tiles of 8 features in a piece
 constexpr int kEach = kRows / 16;                                      // rows that a thread gathers
+// Of packed weights: steps of a k tile, words of qparams that it needs of a feature, and k tiles that are held.
+constexpr int kSteps = kPacked ? kSets / 2 : 1, kGroupSets = kGrouped && GROUP_SETS < kSets ? GROUP_SETS : kSets;
+constexpr int kWords = kGrouped ? kSets / kGroupSets : 2, kHeld = kPacked ? (kWords == 1 ? 3 : 2) : 0;
+constexpr int kCodeBytes = kFeatures * 64, kHeldBytes = kCodeBytes + kFeatures * kWords * 4;
+constexpr int kBarrierBytes = ((2 * kStages + kHeld) * 8 + 15) / 16 * 16;
 
 // What the tensor cores read, but for its address: rows of 128 bytes along k, swizzled; eight take 1,024 bytes.
 constexpr uint64_t kAlong = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32 | 1 << 16;
@@ -50,7 +63,7 @@ __device__ __forceinline__ uint64_t matrix(uint32_t at) { return kAlong | (at & 
 struct Product {
   long long place_bytes, qparams_at;  // of a place, and where its qparams begin
   int places, top_k, x_top_k, features, outputs, steps, x_chunks, x_stride_chunks, out_stride, activation, scale_stride,
-      pad;
+      k_tiles, qparams, group_tiles;  // of packed weights: the last, k tiles that share qparams
 };
 
 // A tile: what those that multiply it need to know, found while rows and weights of the tile before are asked for.
@@ -64,14 +77,35 @@ struct Notes {
   float2 columns[kFeatures];  // scale and bias
 };
 
+template <int N>
 struct Ring {
   int slot = 0;
   uint32_t parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (++slot == N) slot = 0, parity ^= 1;
   }
 };
+
+// The 8 inputs of a set that a chunk holds, as 16-bit elements; `set` is that within the chunk, `of_tile` that of the
+// k tile. qparams: the word of a group, or scale and offset.
+__device__ __forceinline__ uint4 elements_of(const uint4& chunk, int set, int of_tile, const uint32_t* qparams) {
+  uint32_t pairs[4];
+  decode(chunk, set, pairs);
+  if constexpr (kHasBytes && !FP16) {  // powers of two: bfloat16 has all products
+    const uint32_t scale = __byte_perm(__float_as_uint(scale_of(qparams[0], of_tile)), 0, 0x3232);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pairs[j] = multiply_pairs(pairs[j], scale);
+  } else {
+    float scale = kGrouped ? scale_of(qparams[0], of_tile) : __uint_as_float(qparams[0]);
+    const float offset = kBase * scale + (kGrouped ? offset_of(qparams[0]) : __uint_as_float(qparams[1]));
+    scale *= kUnit;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      pairs[j] = pack(fmaf(scale, wide(pairs[j] & 0xffff), -offset), fmaf(scale, wide(pairs[j] >> 16), -offset));
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
 
 // x_top_k: 1 where slots of a token share its row of x, else top_k. row_scales of e4m3 [rows of x], in blocks
 // [steps][scale_stride]; bias [places]
@@ -81,17 +115,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* bias, const int* starts, const int* slots, int* taken_by_all, void* out, Product p) {
   DYNAMIC_SHARED(memory);
   char* const begin = memory + (1024 - smem(memory) % 1024) % 1024;
-  char* const pieces = begin + kStages * kStage;
+  char* const held = begin + kStages * kStage;
+  char* const pieces = held + kHeld * kHeldBytes;
   const uint32_t stages = smem(begin), full = smem(pieces) + 8 * kPiece, empty = full + kStages * 8;
-  Notes* const notes = reinterpret_cast<Notes*>(pieces + 8 * kPiece + 2 * kStages * 8);  // [kKept]
-  int* const tiles_before = reinterpret_cast<int*>(notes + kKept);                       // [places + 1]
-  int* const starts_of = tiles_before + p.places + 1;                                    // [places + 1]
+  const uint32_t came = empty + kStages * 8;
+  Notes* const notes = reinterpret_cast<Notes*>(pieces + 8 * kPiece + kBarrierBytes);  // [kKept]
+  int* const tiles_before = reinterpret_cast<int*>(notes + kKept);                     // [places + 1]
+  int* const starts_of = tiles_before + p.places + 1;                                  // [places + 1]
   int* const taken = starts_of + p.places + 1;  // [kKept]: tiles of this block, in turn
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + i * 8, kGroup + 1);
+      barrier_init(full + i * 8, kGroup + (kPacked ? kGroup : 1));
       barrier_init(empty + i * 8, 8);  // warps that multiply
     }
+    for (int i = 0; i < kHeld; ++i) barrier_init(came + i * 8, kGroup);
     fence_shared();  // copies count at them
   }
   wait_for_ahead();
@@ -139,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
 
   if (threadIdx.x < kGroup) {
-    give_registers<56>();
+    give_registers<kPacked ? 88 : 56>();
     const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, to_chunk = line * 128 + ((chunk ^ line % 8) << 4);
     const int me = threadIdx.x;  // the row and the columns of which this thread makes notes
     const auto row_of = [&](int slot) { return p.x_top_k == 1 ? slot / p.top_k : slot; };
@@ -165,14 +202,95 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       of_tile.columns[me] = first;
       if (kFeatures > 128) of_tile.columns[me + kFeatures - 128] = other;
     };
+    // Of a packed weight, four threads have eight columns, each another chunk of every k tile: two neighbours of those
+    // that store together have columns 4 apart, which are swizzled into other banks.
+    const int quad = me / 4, column0 = me / 32 * 8 + me % 32 / 8 + me / 4 % 2 * 4, part = me % 4;
+    // What is asked for next of it: where this thread's chunks and qparams begin in either half of a tile's columns.
+    const char *codes_from[2], *qparams_from[2];
+    unsigned has_columns = 0;
+    int asked = 0;
+    const int more_codes = p.k_tiles * 2048, more_qparams = (kGrouped ? 4 : 8) * 32;  // bytes, to 32 columns further
+    const auto enter = [&](const Unit& unit) {
+      const char* const expert = weights + unit.place * p.place_bytes;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        bool is_there;
+        const long long feature = feature_of(unit, column0 + h * 128, is_there);
+        codes_from[h] = expert + feature * p.k_tiles * 64 + part * 16;
+        qparams_from[h] = expert + p.qparams_at + feature * (kGrouped ? 4 : 8);
+      }
+      has_columns = 0, asked = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        bool is_there;
+        feature_of(unit, column0 + i * 32, is_there);
+        has_columns |= is_there << i;
+      }
+    };
+    const auto ask = [&](int slot) {
+      const uint32_t to = smem(held) + slot * kHeldBytes;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool is_there = has_columns >> i & 1;
+        copy16(to + (i * kGroup + me) * 16, is_there ? codes_from[i / 4] + i % 4 * more_codes : weights, is_there);
+      }
+      const int group = p.group_tiles > 1 ? asked / p.group_tiles : asked * kWords;
+#pragma unroll
+      for (int m = 0; m < 2 * kWords; ++m) {
+        const int j = m * 4 + part, i = j / kWords, own_group = group + j % kWords;
+        const bool is_there = (has_columns >> i & 1) && (!kGrouped || own_group < p.qparams);
+        const long long at = kGrouped ? static_cast<long long>(own_group) * p.features * 4 : j % kWords * 4;
+        const char* const from = qparams_from[i / 4] + i % 4 * more_qparams + at;
+        copy4(to + kCodeBytes + (j * (kGroup / 4) + quad) * 4, is_there ? from : weights, is_there);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) codes_from[h] += 64;
+      ++asked;
+      barrier_arrive_with_copies(came + slot * 8);
+    };
+    const auto unpack = [&](char* to, const char* from, int first_set) {  // two sets of a k tile
+      const uint32_t* const words = reinterpret_cast<const uint32_t*>(from + kCodeBytes) + quad;
+      constexpr int kEachSet = kGrouped && kGroupSets == 1 ? 2 : 1, kAtOnce = BITS == 4 ? 8 : 4;
+#pragma unroll
+      for (int first = 0; first < 8; first += kAtOnce) {
+        // All are read before the first is stored: the compiler cannot know that these do not meet.
+        uint4 chunks[kAtOnce];
+        uint32_t qparams[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const char* const codes = from + ((first + i) * kGroup + me) * 16;
+          if (BITS == 4) {
+            const uint2 both = *reinterpret_cast<const uint2*>(codes + first_set * 4);
+            chunks[i] = make_uint4(both.x, both.y, 0, 0);
+          } else {
+            chunks[i] = *reinterpret_cast<const uint4*>(codes);
+          }
+          const uint32_t* const at = words + ((first + i) * kWords + (kGrouped ? first_set / kGroupSets : 0)) * 32;
+          qparams[i][0] = at[0];
+          qparams[i][1] = kEachSet == 2 || !kGrouped ? at[32] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const uint32_t own[2] = {qparams[i][kEachSet == 2 ? e : 0], qparams[i][1]};
+            *reinterpret_cast<uint4*>(to + (column0 + (first + i) * 32) * 128 + ((e * 4 + part ^ column0 % 8) << 4)) =
+                elements_of(chunks[i], e, first_set + e, own);
+          }
+      }
+    };
+    Ring<kHeld + !kPacked> held_ring;
+
     int tile = blockIdx.x, next = taken[1];
     if (tile < count) {
       const Unit unit = unit_at(tile);
+      if (kPacked) enter(unit);
+      for (int i = 0; i < kHeld; ++i) ask(i);
       const int slot = slot_of(unit);
       note(0, unit, slot, scale_of(slot), column_of(unit, me), column_of(unit, me + kFeatures - 128));
     }
     turn_wait(1, kGroup);
-    Ring ring;
+    Ring<kStages> ring;
     for (int turn = 0; tile < count; ++turn) {
       const int after = me == 0 && next < count ? take() : next;
       const Unit unit = notes[turn % kKept].unit, later = unit_at(min(next, count - 1));
@@ -190,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t to = stages + ring.slot * kStage, barrier = full + ring.slot * 8;
         barrier_wait(empty + ring.slot * 8, ring.parity ^ 1);
-        if (me == 0) {
+        if (!kPacked && me == 0) {
           const int element = step * (E4M3 ? 128 : 64);
           barrier_arrive_for(barrier, 2 * kHalfTile);
           copy_tile(to + kTile, weight, element, unit.output, unit.place, barrier);
@@ -207,6 +325,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kEach; ++i)
           if (line + i * 16 < unit.rows) copy16(to + to_chunk + i * 2048, x + from[i] + (is_there ? at : 0), is_there);
         barrier_arrive_with_copies(barrier);
+        if (kPacked) {
+          const int first_set = step % kSteps * 2;
+          if (first_set == 0) barrier_wait(came + held_ring.slot * 8, held_ring.parity);
+          unpack(begin + ring.slot * kStage + kTile, held + held_ring.slot * kHeldBytes, first_set);
+          fence_shared();
+          barrier_arrive(barrier);
+          if (first_set + 2 == kSets) {
+            __syncwarp();  // qparams were read by all
+            if (asked == p.k_tiles && next < count) enter(later);
+            if (asked < p.k_tiles) ask(held_ring.slot);
+            held_ring.next();
+          }
+        }
         if (step == 1) later_scale = scale_of(later_slot);
         ring.next();
       }
@@ -217,11 +348,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       tile = next, next = taken[(turn + 2) % kKept];
     }
   } else {
-    take_registers<224>();
+    take_registers<kPacked ? 208 : 224>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, side = warp / 4, lane = threadIdx.x % 32;
     const uint64_t a = matrix(stages + side * kTile / 2), b = matrix(stages + kTile);
     char* const piece_at = pieces + warp * kPiece;
-    Ring ring;
+    Ring<kStages> ring;
     float d[kFeatures / 2], of_block[kFeatures / 2];
     const auto release = [&](int slot) {
       if (lane == 0) barrier_arrive(empty + slot * 8);

@@ -124,6 +124,19 @@ CASES = [
     ("f16", (48, 88, 0), ("last", 129), F16, F16, "gelu_tanh"),
     ("group4", (40, 96, 32), ("spread", 33), BF16, BF16, "clamped_swiglu"),
     ("bf16", (40, 72, 0), ("none", 9), BF16, BF16, None),
+    ("group4", (264, 384, 32), ("spread", 70), BF16, BF16, "silu"),
+    ("group4", (136, 400, 128), ("last", 129), BF16, F32, None),
+    ("group4", (40, 520, 64), ("spread", 7), F16, F16, None),
+    ("q4_0", (40, 256, 0), ("last", 65), BF16, BF16, "silu"),
+    ("mxfp4", (136, 480, 0), ("spread", 150), BF16, BF16, "clamped_swiglu"),
+    ("mxfp4", (272, 384, 0), ("last", 127), BF16, F32, None),
+    ("mxfp4", (40, 392, 0), ("spread", 9), F16, F16, None),
+    ("channel4", (40, 264, 0), ("spread", 33), BF16, BF16, None),
+    ("channel8", (136, 200, 0), ("spread", 33), F16, F16, "gelu_tanh"),
+    ("group8", (40, 200, 64), ("last", 70), BF16, BF16, "silu"),
+    ("q8_0", (264, 136, 0), ("spread", 33), BF16, F32, None),
+    ("group8", (40, 200, 96), ("spread", 33), BF16, BF16, None),
+    ("mxfp4", (40, 384, 0), ("none", 9), BF16, BF16, None),
     ("fp8", (136, 200, 0), ("spread", 70), BF16, BF16, "silu"),
     ("fp8", (40, 136, 0), ("last", 7), F16, F32, None),
     ("fp8_block", (72, 384, 0), ("spread", 70), BF16, BF16, "silu"),
@@ -149,6 +162,8 @@ def test_products_of_every_size_agree_with_float64(rows: int) -> None:
         check("bf16", (776, 512, 0), routing, BF16, BF16, "silu")
         check("bf16", (520, 776, 0), routing, BF16, F32, None, True)
         check("group4", (264, 512, 128), routing, BF16, BF16, "silu")
+        check("mxfp4", (776, 480, 0), routing, BF16, BF16, "clamped_swiglu")
+        check("channel8", (264, 520, 0), routing, BF16, F32, None, True)
         check("fp8", (264, 776, 0), routing, BF16, BF16, None)
         check("fp8_block", (264, 776, 0), routing, BF16, F32, None, True)
 
@@ -227,7 +242,7 @@ def test_rows_of_x_are_codes_times_scales(inputs: int, dtype: torch.dtype, devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_block", "group4"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_block", "group4", "mxfp4"])
 def test_a_graph_captured_under_one_routing_is_right_under_the_opposite(name: str) -> None:
     rows, places = 700, 6
     up, down = spec_of(name, 128 * (name == "group4"), (384, 384), 512), spec_of(name, 0, (264,), 384)
