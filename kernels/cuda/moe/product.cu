@@ -171,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   char* const stages = shared + warp * (kStages * kStageBytes);
   uint32_t stages_at = smem(stages) + lane * 16;
   keep(stages_at);
+  bool is_real = true;
   int asked = 0, asked_span = 0;
   Tile asked_tile;
   const uint4* from[2];
@@ -189,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t to = stages_at + stage;
     const auto copy = [&](int i, bool is_there) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) copy_chunk(to + (i * 2 + h) * 512, is_there ? from[h] + i * 4 : from[h], is_there);
+      for (int h = 0; h < 2; ++h)
+        copy_chunk(to + (i * 2 + h) * 512, is_there ? from[h] + i * 4 : from[h], is_there && is_real);
     };
     if (kSpanTiles == 1 || (asked_span + 1) * kSpanTiles <= p.k_tiles) {
 #pragma unroll
@@ -208,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const bool is_there = at < p.groups;
       if (kQparams % 32 == 0 || j + lane < kQparams)
         copy4(to - lane * 16 + kCodeBytes + (j + lane) * 4,
-              qparams_from + static_cast<long long>(is_there ? at : 0) * p.features, is_there);
+              qparams_from + static_cast<long long>(is_there ? at : 0) * p.features, is_there && is_real);
     }
     if (++asked_span == spans) {
       asked_span = 0;
@@ -227,6 +229,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   };
 
+  // Of kSum: where the i-th of a block's sums goes, and what is there.
+  const auto place_of_sum = [&](int i) { return static_cast<long long>(i / own) * p.out_stride + begin + i % own; };
+  const auto read_out = [&](int i) {
+    const long long at = place_of_sum(i);
+    return p.out_floats ? static_cast<const float*>(out)[at] : wide(static_cast<const bf16*>(out)[at]);
+  };
+  float before = 0;  // of this thread's first sum: it is asked for early
   if constexpr (MODE == kSum) {
     let_next_begin();
     share_out();
@@ -236,16 +245,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = threadIdx.x; i <= p.places; i += kThreads) is_other |= __ldcg(starts + i) != starts_of[i];
     for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads)
       held[i] = slots[i], held_factors[i] = factors[i];
+    if (p.adds && threadIdx.x < p.rows * own) before = read_out(threadIdx.x);
     if (__syncthreads_or(is_other)) {
       wait_for<0>();
       share_out();
       begin_asking();
     }
   } else {
-    wait_for_ahead();
-    for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads) held[i] = slots[i];
-    share_out();
-    begin_asking();
+    // Twice: while the kernel ahead still runs by what the routing is then, without copies, so that the instructions
+    // are in the cache.
+    for (int turn = 0; turn < 2; ++turn) {
+      is_real = turn;
+      if (is_real) {
+        wait_for<0>();
+        wait_for_ahead();
+        for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads) held[i] = slots[i];
+      }
+      share_out();
+      begin_asking();
+    }
     let_next_begin();
   }
 
@@ -453,10 +471,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int slot = row * p.top_k + j;
       total = fmaf(slot < kHeld ? held_factors[slot] : factors[slot], products[slot * own + output], total);
     }
-    const long long to = static_cast<long long>(row) * p.out_stride + begin + output;
+    if (p.adds) total += at < kThreads ? before : read_out(at);
+    const long long to = place_of_sum(at);
     if (p.out_floats)
-      static_cast<float*>(out)[to] = p.adds ? static_cast<float*>(out)[to] + total : total;
+      static_cast<float*>(out)[to] = total;
     else
-      static_cast<bf16*>(out)[to] = narrow(p.adds ? wide(static_cast<bf16*>(out)[to]) + total : total);
+      static_cast<bf16*>(out)[to] = narrow(total);
   }
 }
