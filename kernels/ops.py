@@ -11,19 +11,17 @@ Batch invariance: what an op writes for a row depends on that row's inputs alone
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from allspan.kernels.fused_ops import FusedOps, T
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 """What a gated product may apply to its first part."""
-
-T = TypeVar("T")
-"""Tensor, or what stands for one while a program is built."""
 
 
 class HeadNorms(NamedTuple, Generic[T]):
@@ -73,7 +71,7 @@ class Routing(NamedTuple, Generic[T]):
     """int32 [1, places + 1]: where the slots of each place begin in that order, and where those of the last end."""
 
 
-class OpSet(Protocol):
+class OpSet(FusedOps, Protocol):
     """Offered op by op. On the CPU, activations between ops and all sums are float32."""
 
     @property

@@ -72,7 +72,7 @@ REFERENCE = {
     "packed_linear": "allspan.kernels.reference.packed_linear:packed_linear",
     "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
-    **{op: f"allspan.kernels.reference.experts:{op}" for op in EXPERT_OPS},
+    **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
 }
 
 _COMPILED = (
@@ -83,7 +83,7 @@ _COMPILED = (
     *EXPERT_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
-CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no step of a decode has them
+CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route")}  # no decode of a CPU has them
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -110,6 +110,7 @@ CUDA = {
     "packed_gated_linear": "allspan.kernels.cuda.linear.packed_linear:packed_gated_linear",
     "packed_embedding": "allspan.kernels.cuda.linear.packed_embedding:packed_embedding",
     "route": "allspan.kernels.cuda.moe.route:route",
+    "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},
 }

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from allspan.kernels.fused_ops import ExpertChoice, RouterProduct, RowNorm
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
-from allspan.kernels.reference.elementwise import gated
+from allspan.kernels.reference.elementwise import gated, rms_norm
+from allspan.kernels.reference.linear import linear
 from allspan.kernels.reference.packed_linear import product
 from allspan.kernels.router_spec import GROUP_SCORES, SCORES, RouterSpec
 
@@ -39,6 +41,22 @@ def route(
     by_place = order.values.flatten().sort(stable=True)
     routing.slots.view(-1).copy_(by_place.indices)
     routing.starts[0] = torch.searchsorted(by_place.values, torch.arange(num_places + 1, device=logits.device))
+
+
+def norm_route(
+    residual: Tensor,
+    norm: RowNorm[Tensor],
+    x: Tensor,
+    product: RouterProduct[Tensor],
+    choice: ExpertChoice[Tensor],
+    routing: Routing[Tensor],
+    load: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """See `FusedOps.norm_route`."""
+    rms_norm(residual, norm.weight, norm.eps, x)
+    linear(x, product.weight, product.bias, product.logits)
+    route(product.logits, choice.bias, choice.places, choice.spec, routing, load, rows)
 
 
 def choose(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,10 @@ def assert_agrees(case: Case, backend: str, threads: int, device: str = "cpu") -
 ELSEWHERE = {
     *("rotary_append", "packed_linear", "packed_linear_add", "packed_gated_linear", "packed_embedding"),
     *EXPERT_OPS,
+    "norm_route",
 }
-"""Ops with tables of cases of their own: test_rotary_append.py, test_packed_*.py, test_experts.py."""
+"""Ops with tables of cases of their own: test_rotary_append.py, test_packed_*.py, test_experts.py,
+cuda/test_norm_route.py."""
 
 
 def test_the_table_of_cases_covers_every_op() -> None:

@@ -24,7 +24,7 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.program.program import Rows, with_fused_sums, with_whole_logits
+from allspan.worker.program.program import Rows, with_fused_routers, with_fused_sums, with_whole_logits
 from allspan.worker.step.backend import Backend
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs, StepMetadata
@@ -59,6 +59,8 @@ class Model:
         program = decoder.program
         if activations in collectives.capabilities.fused_norms:
             program = with_fused_sums(program)
+        if "norm_route" not in ops.reference_ops:
+            program = with_fused_routers(program)
         is_last = holding.shard.stage.is_last
         if is_last and holding.shard.size > 1 and "all_gather_columns" in collectives.program_ops:
             program = with_whole_logits(program, self.vocab_widths)

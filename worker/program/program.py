@@ -10,11 +10,12 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from allspan.kernels.fused_ops import ExpertChoice, RouterProduct, RowNorm
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
@@ -117,6 +118,24 @@ def with_fused_sums(program: Program) -> Program:
             ops[-1] = replace(op, name="all_reduce_add_rms_norm")
         else:
             ops.append(op)
+    return replace(program, ops=tuple(ops))
+
+
+_Values = tuple[Any, ...]
+
+
+def with_fused_routers(program: Program) -> Program:
+    """A norm of the residual stream, the product of a router with it and the choice of experts are one op."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.name == "route" and [each.name for each in ops[-2:]] == ["rms_norm", "linear"]:
+            (residual, weight, eps, x), (read, *product) = (cast(_Values, each.arguments) for each in ops[-2:])
+            logits, bias, places, spec, *rest = cast(_Values, op.arguments)
+            if read == x and product[-1] == logits:
+                fused = RowNorm(weight, eps), x, RouterProduct(*product), ExpertChoice(bias, places, spec)
+                ops[-2:] = [replace(op, name="norm_route", arguments=(residual, *fused, *rest))]
+                continue
+        ops.append(op)
     return replace(program, ops=tuple(ops))
 
 
