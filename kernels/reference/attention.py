@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import AttentionMeta
+from allspan.kernels.attention_meta import AttentionMeta
 
 
 @dataclass(frozen=True)

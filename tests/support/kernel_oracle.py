@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import AttentionMeta
+from allspan.kernels.attention_meta import AttentionMeta
 
 
 def embedding(ids: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:

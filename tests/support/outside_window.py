@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import AttentionMeta, KvPages
+from allspan.kernels.attention_meta import AttentionMeta
+from allspan.kernels.ops import KvPages
 from allspan.worker.models.blocks.gqa import Gqa
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from allspan.worker.step.inputs import StepInputs
 
 @dataclass(slots=True)
 class PagedAttention:
-    """See `allspan.kernels.ops.AttentionMeta`."""
+    """See `allspan.kernels.attention_meta.AttentionMeta`."""
 
     qo_indptr: Tensor
     page_indptr: Tensor
