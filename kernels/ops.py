@@ -57,6 +57,15 @@ class KvPages(NamedTuple, Generic[T]):
     v_scales: T | None
 
 
+class LatentWeights(NamedTuple, Generic[T]):
+    """What makes keys and values of a latent of L elements, head by head; float32 or of 16 bits, one dtype."""
+
+    k_up: T
+    """[Hq, L, d]: a head's keys, without those that turn, are latent · k_up."""
+    v_up: T
+    """[Hq, e, L]: its values are latent · v_upᵀ."""
+
+
 class Routing(NamedTuple, Generic[T]):
     """Where each token goes in a mixture of experts, and the same sorted by expert. Slot i · k + j is the j-th choice
     of token i; a place is the number of an expert among those that this rank holds."""
@@ -325,6 +334,46 @@ class OpSet(FusedOps, Protocol):
         `meta` is what the device prepares of a step once for all layers. The CPU and the reference take an
         `AttentionMeta`; the CUDA kernels take a `allspan.kernels.cuda.attention.attention.StepAttention` of the same
         requests, cut into the tiles of their kernels.
+        """
+
+    def latent_append(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        weight: Tensor,
+        eps: float,
+        rotation: Rotation[Tensor],
+        cache: Tensor,
+        scales: Tensor | None,
+        slots: Tensor,
+    ) -> None:
+        """In place: rms_norm of the first L elements of kv [n, L + rot], a token's latent and its key that turns, with
+        weight float32 [L]; rotary of the last rot elements of kv and of each head of q [n, Hq, d + rot], and q times
+        rotation.q_scales[position]; then kv goes to cache [pages, 1, page_size, ..] as `append_kv` writes keys, or to
+        one of float8_e4m3fn, with zero = 0, scale = max(most |x| / 448, 1e-5) and n = e4m3(x / scale)."""
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        weights: LatentWeights[Tensor],
+        cache: Tensor,
+        scales: Tensor | None,
+        meta: Any,
+        absorbed: Tensor,
+        mixed: Tensor,
+        out: Tensor,
+    ) -> None:
+        """`attention` of heads whose keys and values are made of one latent a token (DeepSeek-V2, arXiv:2405.04434).
+
+        The cache is that of `latent_append`: L elements of the latent, then rot that all heads' keys end with. The key
+        of a head is (latent · k_up, those that turn), its value latent · v_upᵀ. q [n, Hq, d + rot], out [n, Hq, e].
+        `meta` is that of `attention` for Hq heads that read one KV head of L + rot elements.
+
+        A backend may make keys and values (2 · Hq · (d + rot + e) operations for a query and a token, and 2 · Hq · L ·
+        (d + e) for each token read), or keep latents: (q · k_upᵀ) is the query of a latent, and v_up multiplies what
+        latents give (2 · Hq · (2 · L + rot) for a query and a token, one row for all heads). Where results must not
+        depend on a prompt's cuts, the second goes for all rows. `absorbed` [n, Hq, L + rot] and `mixed` [n, Hq, L] are
+        room, float32 or q's dtype.
         """
 
     def gated_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:

@@ -48,6 +48,8 @@ EXPERT_OPS = (
     "scale_rows",
 )
 
+LATENT_OPS = ("latent_append", "latent_attention")
+
 REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
     "rms_norm": "allspan.kernels.reference.elementwise:rms_norm",
@@ -73,6 +75,7 @@ REFERENCE = {
     "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
+    **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
 }
 
 _COMPILED = (
@@ -83,7 +86,7 @@ _COMPILED = (
     *EXPERT_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
-CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route")}  # no decode of a CPU has them
+CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route", *LATENT_OPS)}
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -112,6 +115,7 @@ CUDA = {
     "route": "allspan.kernels.cuda.moe.route:route",
     "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
+    **{op: REFERENCE[op] for op in LATENT_OPS},
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},
 }
 

@@ -13,13 +13,14 @@ from allspan.kernels.attention_meta import AttentionMeta
 
 @dataclass(frozen=True)
 class Quantised:
-    """Integers from `low` to `high` in place of elements, `pack`ed into bytes."""
+    """Codes from `low` to `high` in place of elements, `pack`ed into bytes: integers, or else symmetric around 0."""
 
     low: int
     high: int
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor, int], Tensor]
     """(bytes, d) → [.., d]."""
+    is_integer: bool = True
 
 
 def _pack_pairs(n: Tensor) -> Tensor:
@@ -35,6 +36,7 @@ def _unpack_pairs(packed: Tensor, size: int) -> Tensor:
 QUANTISED = {
     torch.int8: Quantised(-128, 127, lambda n: n.to(torch.int8), lambda n, size: n),
     torch.uint8: Quantised(0, 15, _pack_pairs, _unpack_pairs),
+    torch.float8_e4m3fn: Quantised(-448, 448, lambda n: n.to(torch.float8_e4m3fn), lambda n, size: n, False),
 }
 """How pages are quantised, by their dtype."""
 
@@ -49,23 +51,32 @@ def append_kv(
     slots: Tensor,
 ) -> None:
     """See `OpSet.append_kv`."""
-    page_size = k_cache.shape[2]
+    append_rows(k, k_cache, k_scales, slots)
+    append_rows(v, v_cache, v_scales, slots)
+
+
+def append_rows(x: Tensor, cache: Tensor, scales: Tensor | None, slots: Tensor) -> None:
+    """Writes x [n, Hkv, d] to its pages, as `append_kv` does with keys and with values."""
+    page_size = cache.shape[2]
     pages, offsets = slots.long() // page_size, slots.long() % page_size
-    for x, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
-        if scales is None:
-            cache[pages, :, offsets] = x.to(cache.dtype)
-        else:
-            cache[pages, :, offsets], scales[pages, :, :, offsets] = _quantise(x.float(), QUANTISED[cache.dtype])
+    if scales is None:
+        cache[pages, :, offsets] = x.to(cache.dtype)
+    else:
+        cache[pages, :, offsets], scales[pages, :, :, offsets] = _quantise(x.float(), QUANTISED[cache.dtype])
 
 
 def _quantise(x: Tensor, to: Quantised) -> tuple[Tensor, Tensor]:
     """Packed rows of x [n, Hkv, d], and (zero, scale) [n, Hkv, 2]."""
     least, most = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    if not to.is_integer:
+        most = torch.maximum(most, -least)
+        least = -most
     scale = ((most - least) / (to.high - to.low)).clamp(min=1e-5)
-    zero = (to.low - least / scale).round()
+    zero = (to.low - least / scale).round() if to.is_integer else torch.zeros_like(scale)
     sound = scale.isfinite() & zero.isfinite()
     scale, zero = scale.where(sound, torch.nan), zero.where(sound, 0.0)
-    n = (x / scale + zero).clamp(to.low, to.high).round()
+    n = (x / scale + zero).clamp(to.low, to.high)
+    n = n.round() if to.is_integer else n
     return to.pack(n.where(sound, 0.0)), torch.cat((zero, scale), dim=-1)
 
 
@@ -79,14 +90,14 @@ def attention(
     meta: AttentionMeta,
     out: Tensor,
 ) -> None:
-    """See `OpSet.attention`."""
+    """See `OpSet.attention`; where out has fewer elements than q, they are the first of the values."""
     heads = meta.kv_head_of.long()
     starts, page_starts = meta.qo_indptr.tolist(), meta.page_indptr.tolist()
     for request, kv_len in enumerate(meta.kv_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         pages = meta.page_indices[page_starts[request] : page_starts[request + 1]].long()
         keys = _tokens(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
-        values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads]
+        values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads, : out.shape[-1]]
         scores = torch.einsum("qhd,khd->hqk", q[first:last, : len(heads)].float(), keys) * meta.scale
         if meta.soft_cap:
             scores = (scores / meta.soft_cap).tanh() * meta.soft_cap

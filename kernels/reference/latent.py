@@ -1,0 +1,52 @@
+"""Attention over latents: one row a token, of which every head makes its keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.attention_meta import AttentionMeta
+from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.reference import elementwise
+from allspan.kernels.reference.attention import append_rows, attention
+
+
+def latent_append(
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    rotation: Rotation[Tensor],
+    cache: Tensor,
+    scales: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """See `OpSet.latent_append`."""
+    turned = rotation.cos_sin.shape[1]
+    latent, k_turned = (part.clone() for part in torch.split(kv, [len(weight), turned], 1))
+    q_turned = q[..., q.shape[-1] - turned :].clone()
+    elementwise.rms_norm(latent, weight, eps, latent)
+    elementwise.rotary(q_turned, k_turned[:, None], rotation.positions, rotation.cos_sin)
+    q[..., q.shape[-1] - turned :] = q_turned
+    if rotation.q_scales is not None:
+        q.mul_(rotation.q_scales[rotation.positions.long()][:, None, None])
+    torch.cat((latent, k_turned), 1, out=kv)
+    append_rows(kv[:, None], cache, scales, slots)
+
+
+def latent_attention(
+    q: Tensor,
+    weights: LatentWeights[Tensor],
+    cache: Tensor,
+    scales: Tensor | None,
+    meta: AttentionMeta,
+    absorbed: Tensor,
+    mixed: Tensor,
+    out: Tensor,
+) -> None:
+    """See `OpSet.latent_attention`: latents stay as they are."""
+    width, kept = weights.k_up.shape[1:]
+    absorbed[..., :width] = torch.einsum("nhd,hld->nhl", q[..., :kept].float(), weights.k_up.float())
+    absorbed[..., width:] = q[..., kept:]
+    attention(absorbed, cache, cache, scales, scales, None, meta, mixed)
+    out.copy_(torch.einsum("nhl,hel->nhe", mixed.float(), weights.v_up.float()))

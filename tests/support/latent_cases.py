@@ -1,0 +1,70 @@
+"""Arguments of attention over latents, and what they come to in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import LatentWeights
+from allspan.kernels.reference.attention import QUANTISED
+from allspan.kernels.table import op_set
+from support.kernel_cases import I8, Meta, ints, poison, randn
+
+F8 = torch.float8_e4m3fn
+QUANTISED_PAGES = (I8, F8)
+Requests = list[tuple[int, int]]
+"""New tokens, and tokens in the cache, of each request."""
+
+
+def latent_case(
+    heads: int, sizes: tuple[int, int, int, int], page_size: int, dtype: torch.dtype, requests: Requests
+) -> list[Any]:
+    """Arguments of latent_attention. sizes: of a latent, of a key that does not turn, of what turns, of a value."""
+    latent, key, rot, value = sizes
+    counts = [-(-length // page_size) for _, length in requests]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(1)).tolist()
+    shape = len(order), 1, page_size, latent + rot
+    cache = torch.full(shape, 85 if dtype is I8 else torch.nan).to(dtype)
+    scales = poison(len(order), 1, 2, page_size) if dtype in QUANTISED_PAGES else None
+    first = 0
+    for request, (_, length) in enumerate(requests):
+        own = ints(order[first : first + counts[request]])
+        tokens = torch.arange(length)
+        slots = own[tokens // page_size] * page_size + tokens % page_size
+        rows, first = randn(length, 1, latent + rot, seed=request), first + counts[request]
+        op_set("reference").append_kv(rows, rows, cache, cache, scales, scales, slots)
+    starts = [sum(new for new, _ in requests[:r]) for r in range(len(requests) + 1)]
+    pages = [sum(counts[:r]) for r in range(len(counts) + 1)]
+    lengths = ints([length for _, length in requests])
+    meta = Meta(ints(starts), ints(pages), ints(order[:-1]), lengths, ints([0] * heads), (key + rot) ** -0.5)
+    weights = LatentWeights(randn(heads, latent, key, seed=3) / 8, randn(heads, value, latent, seed=4) / latent**0.5)
+    n = starts[-1]
+    rooms = poison(n, heads, latent + rot), poison(n, heads, latent), poison(n, heads, value)
+    return [randn(n, heads, key + rot, seed=5), weights, cache, scales, meta, *rooms]
+
+
+def latents_expanded(arguments: list[Any]) -> Tensor:
+    """Keys and values made of the latents, in float64, and plain attention."""
+    q, weights, cache, scales, meta, *_, out = arguments
+    k_up, v_up = (each.double() for each in weights)
+    latent, found = k_up.shape[1], torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    held = cache.double() if scales is None else QUANTISED[cache.dtype].unpack(cache, latent).double()
+    if scales is not None:
+        zero, scale = scales.double()[..., None].unbind(2)
+        held = (held - zero) * scale
+    for request, length in enumerate(meta.kv_lens.tolist()):
+        first, last = meta.qo_indptr[request : request + 2].tolist()
+        if first == last:
+            continue
+        pages = meta.page_indices[meta.page_indptr[request] : meta.page_indptr[request + 1]].long()
+        rows = held[pages][:, 0].flatten(0, 1)[:length]
+        turned = rows[:, None, latent:].expand(-1, len(k_up), -1)
+        keys = torch.cat((torch.einsum("tl,hld->thd", rows[:, :latent], k_up), turned), 2)
+        values = torch.einsum("tl,hel->the", rows[:, :latent], v_up)
+        scores = torch.einsum("qhd,thd->hqt", q[first:last].double(), keys) * meta.scale
+        reach = torch.arange(length - (last - first), length, device=out.device)[:, None]
+        scores = scores.masked_fill(torch.arange(length, device=out.device)[None] > reach, -torch.inf)
+        found[first:last] = torch.einsum("hqt,the->qhe", scores.softmax(-1), values)
+    return found
