@@ -84,9 +84,10 @@ _COMPILED = (
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
     *("mean_squares", "norm_heads"),
     *EXPERT_OPS,
+    *LATENT_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
-CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route", *LATENT_OPS)}
+CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route")}  # no decode of a CPU has them
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",

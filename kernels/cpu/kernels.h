@@ -6,11 +6,16 @@
 
 namespace allspan {
 
-enum class Type { kFloat32, kBfloat16, kInt8, kUint4 };  // the last two for KV only
+enum class Type { kFloat32, kBfloat16, kInt8, kUint4, kFloat8 };  // those from kInt8 on for KV only
 
 // Two elements of kUint4, the first in the low half.
 struct Nibbles {
   uint8_t pair;
+};
+
+// An element of kFloat8: e4m3 (float8_e4m3fn), of which NaN is not used.
+struct Float8 {
+  uint8_t code;
 };
 
 struct LinearArgs {
@@ -20,19 +25,22 @@ struct LinearArgs {
   float* out;          // [n, columns]
   int64_t columns, k;
   Type type;
+  int64_t x_stride, out_stride;  // floats from row to row: k and columns, or more
 };
 
 struct CacheArgs {
-  void *k, *v;  // [pages, kv_heads, page_size, dim], of `type`; kUint4 rounds each token up to whole bytes
+  void *k, *v;  // [pages, kv_heads, page_size, dim], of `type`; kUint4 rounds each token up to whole bytes; v may be
+                // null to append_kv
   float *k_scales, *v_scales;  // [pages, kv_heads, 2, page_size]: zeros, then scales; null for plain floats
   int64_t pages, kv_heads, page_size, dim;
   Type type;
+  int64_t value_dim;  // attention takes so many elements of each row of v: dim, or of latents, where v is k, fewer
 };
 
 struct AttentionArgs {
   const float* q;    // [n, heads, dim], tokens q_stride floats apart
   int64_t q_stride;  // heads * dim, or more where q is the front of a wider buffer
-  float* out;        // [n, heads, dim]
+  float* out;        // [n, heads, cache.value_dim]
   CacheArgs cache;
   int64_t heads;
   float scale;

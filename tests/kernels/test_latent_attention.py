@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import Rotation
-from allspan.kernels.table import op_set
-from support.kernel_cases import BF16, F32, I8, randn, rotary
+from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.table import backends, op_set
+from support.kernel_cases import BF16, F32, I8, Meta, ints, randn, rotary
 from support.latent_cases import F8, QUANTISED_PAGES, latent_case, latents_expanded
 
 FORMATS = {F32: 2e-6, BF16: 5e-3, I8: 5e-3, F8: 5e-3}
 """How far the norm may be off what float64 gives of the same pages."""
+NATIVE = [name for name in backends() if name.startswith("cpu/")]
 LENGTHS = [(1, 1), (1, 33), (3, 514), (1, 17), (0, 0), (70, 70), (3, 2743)]
 """(new tokens, tokens in the cache) of each request."""
 
@@ -22,9 +23,9 @@ def same(ours: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["float32", "bfloat16", "int8", "fp8"])
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", backends())
 def test_absorbed_attention_is_expanded_attention(backend: str, dtype: torch.dtype) -> None:
-    most = FORMATS[F32]
+    most = FORMATS[dtype] if backend in ("cpu/avx512_bf16", "cpu/amx") else FORMATS[F32]
     for heads, sizes, page_size in ((16, (64, 32, 16, 24), 16), (5, (40, 9, 6, 11), 32), (3, (32, 16, 0, 16), 64)):
         for threads in (1, 3):
             arguments = latent_case(heads, sizes, page_size, dtype, LENGTHS)
@@ -33,8 +34,56 @@ def test_absorbed_attention_is_expanded_attention(backend: str, dtype: torch.dty
             assert float((arguments[-1] - expected).norm() / expected.norm()) < most, (heads, threads)
 
 
+@pytest.mark.parametrize("backend", backends())
+def test_rows_of_eight_bit_floats_have_a_scale_and_keep_what_e4m3_keeps(backend: str) -> None:
+    rows = torch.cat((randn(6, 1, 40), torch.zeros(1, 1, 40), torch.full((1, 1, 40), torch.nan)))
+    rows[1] *= 1e6
+    rows[2, 0, 7] = torch.inf
+    cache, scales = torch.zeros(1, 1, 16, 40).to(F8), torch.zeros(1, 1, 2, 16)
+    op_set(backend).append_kv(rows, rows, cache, cache, scales, scales, torch.arange(8).int())
+    reference = torch.zeros_like(cache)
+    op_set("reference").append_kv(rows, rows, reference, reference, scales.clone(), scales, torch.arange(8).int())
+    assert same(cache, reference)
+    zero, scale = scales[0, 0, :, :8]
+    held = cache[0, 0, :8].float() * scale[:, None]
+    sound = [0, 1, 3, 4, 5, 6]
+    assert not zero.any()
+    assert held[[2, 7]].isnan().all()
+    torch.testing.assert_close(scale[sound], (rows[sound, 0].abs().amax(1) / 448).clamp(min=1e-5))
+    off = (held[sound] - rows[sound, 0]).abs()
+    assert (off <= (rows[sound, 0].abs() / 16).maximum(scale[sound, None] / 1024) * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    "heads", [16, pytest.param(64, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.nightly)]
+)
+def test_heads_of_released_models(heads: int) -> None:
+    lengths = [(3, 2743), (1, 8736), (1, 33)] if heads > 16 else [(3, 514), (1, 33)]
+    arguments = latent_case(heads, (512, 128, 64, 128), 64, BF16, lengths)
+    op_set("auto", 2).latent_attention(*arguments)
+    expected = latents_expanded(arguments)
+    assert float((arguments[-1] - expected).norm() / expected.norm()) < FORMATS[BF16]
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=["float32", "bfloat16", "int8", "fp8"])
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_row_has_the_same_bits_in_any_chunk_and_on_any_threads(backend: str, dtype: torch.dtype) -> None:
+    """Of the 70 tokens of a prompt some, alone."""
+    whole = latent_case(5, (64, 16, 16, 16), 16, dtype, LENGTHS)
+    op_set(backend).latent_attention(*whole)
+    meta, begin = whole[4], 6
+    pages = meta.page_indices[int(meta.page_indptr[5]) : int(meta.page_indptr[6])]
+    for first, stop in ((69, 70), (1, 70), (1, 6)):
+        part = list(whole)
+        part[4] = Meta(ints([0, stop - first]), ints([0, len(pages)]), pages, ints([stop]), meta.kv_head_of, meta.scale)
+        part[0] = whole[0][begin + first : begin + stop].clone()
+        part[5:] = [torch.full_like(each[: stop - first], torch.nan) for each in whole[5:]]
+        op_set(backend, 3).latent_attention(*part)
+        assert same(part[-1], whole[-1][begin + first : begin + stop]), (first, stop)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("backend", backends())
 def test_what_is_appended_has_the_bits_of_the_single_ops(backend: str, dtype: torch.dtype) -> None:
     n, heads, key, latent, rot = 37, 5, 24, 48, 16
     q, turned, positions, cos_sin = rotary(n, heads, 1, rot, rot)
@@ -55,3 +104,20 @@ def test_what_is_appended_has_the_bits_of_the_single_ops(backend: str, dtype: to
     ops.append_kv(rows[:, None], rows[:, None], caches[1], caches[2], scales[1], scales[2], slots)
     assert same(caches[0], caches[1])
     assert scales[0] is None or same(scales[0], scales[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", NATIVE[:1])
+def test_what_does_not_fit_is_refused(backend: str) -> None:
+    ops = op_set(backend)
+    arguments = latent_case(3, (32, 16, 8, 12), 16, F32, [(2, 20)])
+    for place, other, message in (
+        (1, LatentWeights(randn(3, 32, 30), randn(3, 12, 32)), "k_up has more elements"),
+        (1, LatentWeights(randn(3, 32, 16), randn(3, 12, 30)), "v_up has shape"),
+        (2, randn(3, 1, 16, 41), "cache"),
+        (3, randn(3, 1, 2, 16), "scales are given"),
+        (5, randn(2, 3, 41), "absorbed has shape"),
+        (7, randn(1, 3, 12), "out has shape"),
+    ):
+        changed = [*arguments[:place], other, *arguments[place + 1 :]]
+        with pytest.raises(ValueError, match=message):
+            ops.latent_attention(*changed)

@@ -80,14 +80,14 @@ class Tiles {
   }
   // States of a tile that is cut: one of the first part, then one a split.
   int64_t states() const { return parts > 1 ? 1 + splits - each_ : 0; }
-  int64_t partial_floats() const { return states() * state_floats(rows, args_.cache.dim); }
+  int64_t partial_floats() const { return states() * state_floats(rows, args_.cache.value_dim); }
   AttentionTile part(int64_t index, float* states_of_all) const {
     AttentionTile task = tile;
     const int64_t first = parts > 1 ? index * each_ : 0, last = parts > 1 ? std::min(splits, first + each_) : splits;
     task.first_split = before_ + first;
     task.last_split = before_ + last;
     const int64_t state = index == 0 ? 0 : 1 + first - each_;
-    task.partial = parts > 1 ? states_of_all + partial + state * state_floats(rows, args_.cache.dim) : nullptr;
+    task.partial = parts > 1 ? states_of_all + partial + state * state_floats(rows, args_.cache.value_dim) : nullptr;
     return task;
   }
 

@@ -11,8 +11,8 @@ CacheArgs take_cache(OpArguments& args, int first, int64_t kv_heads, int64_t dim
   args.require(k.dtype == v.dtype, "k_cache and v_cache differ in dtype");
   args.require(k.shape[0] == v.shape[0] && k.shape[2] == v.shape[2], "k_cache and v_cache differ in shape");
   args.require(k.shape[2] > 0, "k_cache has pages of no tokens");
-  CacheArgs cache{k.data, v.data, nullptr, nullptr, k.shape[0], k.shape[1], k.shape[2], dim, k.type()};
-  if (cache.type == Type::kInt8 || cache.type == Type::kUint4) {
+  CacheArgs cache{k.data, v.data, nullptr, nullptr, k.shape[0], k.shape[1], k.shape[2], dim, k.type(), dim};
+  if (cache.type != Type::kFloat32 && cache.type != Type::kBfloat16) {
     cache.k_scales =
         args.floats(args.at(first + 2), "k_scales", {cache.pages, cache.kv_heads, 2, cache.page_size}).floats();
     cache.v_scales =

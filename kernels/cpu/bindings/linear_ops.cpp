@@ -9,7 +9,8 @@ Task linear(Runtime& runtime, OpArguments& args) {
   const Tensor weight = args.weights(args.at(1), "weight", {kAny, x.shape[1]});
   const Tensor out = args.floats(args.at(3), "out", {x.shape[0], weight.shape[0]});
   const float* bias = args.is_none(2) ? nullptr : args.floats(args.at(2), "bias", {weight.shape[0]}).floats();
-  const LinearArgs linear{x.floats(), weight.data, bias, out.floats(), weight.shape[0], x.shape[1], weight.type()};
+  const LinearArgs linear{x.floats(), weight.data,   bias,       out.floats(),   weight.shape[0],
+                          x.shape[1], weight.type(), x.shape[1], weight.shape[0]};
   return {x.shape[0], [linear, &runtime](Worker& worker, int64_t rows) { runtime.linear(worker, linear, rows); }};
 }
 

@@ -101,6 +101,7 @@ std::vector<OpRow> row_ops();        // row_ops.cpp
 std::vector<OpRow> linear_ops();     // linear_ops.cpp
 std::vector<OpRow> expert_ops();     // expert_ops.cpp
 std::vector<OpRow> attention_ops();  // attention_ops.cpp
+std::vector<OpRow> latent_ops();     // latent_ops.cpp
 // All of them.
 const std::vector<OpRow>& op_table();
 const OpRow& find_op(const std::string& name);

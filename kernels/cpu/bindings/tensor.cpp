@@ -26,7 +26,7 @@ struct DLExchange {
   void* current_stream;
 };
 constexpr int32_t kCpu = 1;
-enum : uint8_t { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4 };
+enum : uint8_t { kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kE4m3 = 10 };
 
 struct Torch {
   nb::handle tensor_type;  // never released: torch stays loaded
@@ -58,6 +58,7 @@ Dtype dtype_of(const DLTensor& t) {
   if (t.type_code == kInt && t.type_bits == 32) return Dtype::kInt32;
   if (t.type_code == kInt && t.type_bits == 8) return Dtype::kInt8;
   if (t.type_code == kUint && t.type_bits == 8) return Dtype::kUint8;
+  if (t.type_code == kE4m3 && t.type_bits == 8) return Dtype::kFloat8;
   return Dtype::kOther;
 }
 
@@ -144,7 +145,7 @@ Tensor Arguments::weights(nb::handle object, const char* name, std::initializer_
 Tensor Arguments::pages(nb::handle object, const char* name, int64_t kv_heads, int64_t dim) const {
   const Tensor t = take(object, name, {kAny, kv_heads, kAny, kAny});
   if (t.dtype == Dtype::kInt32 || t.dtype == Dtype::kInt64 || t.dtype == Dtype::kOther)
-    refuse_dtype(op_, object, name, "torch.float32, torch.bfloat16, torch.int8 or torch.uint8");
+    refuse_dtype(op_, object, name, "torch.float32, torch.bfloat16, torch.int8, torch.uint8 or torch.float8_e4m3fn");
   take(object, name, {kAny, kv_heads, kAny, t.type() == Type::kUint4 ? (dim + 1) / 2 : dim});
   return t;
 }

@@ -12,7 +12,7 @@
 
 namespace allspan {
 
-enum class Dtype { kFloat32, kBfloat16, kInt64, kInt32, kInt8, kUint8, kOther };
+enum class Dtype { kFloat32, kBfloat16, kInt64, kInt32, kInt8, kUint8, kFloat8, kOther };
 
 struct Tensor {
   void* data;
@@ -26,6 +26,7 @@ struct Tensor {
   Type type() const {
     if (dtype == Dtype::kFloat32) return Type::kFloat32;
     if (dtype == Dtype::kBfloat16) return Type::kBfloat16;
+    if (dtype == Dtype::kFloat8) return Type::kFloat8;
     return dtype == Dtype::kInt8 ? Type::kInt8 : Type::kUint4;
   }
 };

@@ -38,7 +38,8 @@ class Pages {
             kv_heads,
             page_size,
             dim,
-            type};
+            type,
+            dim};
   }
   Pages(const Pages&) = delete;
 

@@ -149,7 +149,7 @@ void check_linear(Checks& checks, int64_t rows, int64_t k, int64_t columns) {
         [&](Checks::Run& run) {
           Floats out(rows * columns, kPoison), alone(columns, kPoison);
           const auto linear = [&](const float* from, Floats& to, int64_t count) {
-            const LinearArgs args{from, weight.of(type), bias.data(), to.data(), columns, k, type};
+            const LinearArgs args{from, weight.of(type), bias.data(), to.data(), columns, k, type, k, columns};
             run.runtime->pool().team([&](allspan::Worker& worker) { run.runtime->linear(worker, args, count); });
           };
           linear(x.data(), out, rows);
