@@ -79,7 +79,8 @@ class CacheConfig:
     """Sets the tokens of a KV page: 16, 32, 64 or 128."""
     kv_cache_dtype: str = "auto"
     """Sets the data type of the KV cache: "float32", "bfloat16", "float16" (float16 models only), "int8" or "uint4"
-    (both with a scale for each token and KV head), or "auto" (as the weights)."""
+    (both with a scale for each token and KV head), "fp8" (models with latent attention only; a scale for each token),
+    or "auto" (as the weights)."""
     kv_cache_bytes: int = 0
     """Sets the bytes of KV cache on each rank. 0 takes 25 % of the node's free memory divided by its ranks, at most
     what --max-num-seqs full contexts need; on a GPU, what --gpu-memory-utilization leaves."""
@@ -227,7 +228,7 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
     "device": tuple(STEP_SIZES),
     "quantization_group": (0, -1, 32, 64, 128, 256, 512),
     "page_size": (16, 32, 64, 128),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8", "uint4"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8", "uint4", "fp8"),
     "collectives": ("auto", "window", "mpi"),
 }
 """The allowed values of a field, by its name; flags and config keys refuse anything else."""

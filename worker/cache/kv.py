@@ -18,15 +18,16 @@ _ELEMENTS = {
     "float16": torch.float16,
     "int8": torch.int8,
     "uint4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
 }
 """What the kernels take for a page's format."""
 
 
 class KVCache:
     """`keys[layer]` and `values[layer]` are [num_pages, num_kv_heads, page_size, elements], zeros at first: float32,
-    bfloat16, float16 or int8 [.., head_dim], or uint8 [.., ⌈head_dim / 2⌉] for uint4. `key_scales[layer]` and
-    `value_scales[layer]` are float32 [num_pages, num_kv_heads, 2, page_size], or None for plain floats; see
-    `allspan.kernels.ops.OpSet.append_kv`.
+    bfloat16, float16, int8 or float8_e4m3fn [.., head_dim], or uint8 [.., ⌈head_dim / 2⌉] for uint4.
+    `key_scales[layer]` and `value_scales[layer]` are float32 [num_pages, num_kv_heads, 2, page_size], or None for plain
+    floats; see `allspan.kernels.ops.OpSet.append_kv`. Of latents there is one tensor a layer: `values` are the `keys`.
 
     On the CPU all of it lies in one anonymous mapping: pages of memory are taken when first written, on the node of the
     thread that writes. Raises ConfigError when the memory cannot be had.
@@ -38,21 +39,25 @@ class KVCache:
         self.num_pages = num_pages
         self.num_bytes = spec.bytes_per_page * num_pages
         raw = _memory(self.num_bytes, num_pages, device)
-        layers, heads, size = 2 * spec.num_layers, spec.num_kv_heads, spec.page_size
+        layers, heads, size = spec.num_parts, spec.num_kv_heads, spec.page_size
         self.key_scales: list[Tensor | None] = [None] * spec.num_layers
         self.value_scales: list[Tensor | None] = [None] * spec.num_layers
         self.parts: list[Tensor] = []
         """All layers' pages, and all layers' scales: [layers, num_pages, ...], keys and values in turn."""
+        step = 1 if spec.is_latent else 2
         if spec.is_quantised:
             count = SCALE_BYTES * layers * num_pages * heads * size
             scales = raw[:count].view(torch.float32).view(layers, num_pages, heads, 2, size)
             self.parts.append(scales)
-            self.key_scales, self.value_scales = list(scales[::2].unbind(0)), list(scales[1::2].unbind(0))
+            self.key_scales, self.value_scales = (
+                list(scales[::step].unbind(0)),
+                list(scales[step - 1 :: step].unbind(0)),
+            )
             raw = raw[count:]
         pages = raw.view(_ELEMENTS[spec.dtype]).view(layers, num_pages, heads, size, -1)
         self.parts.append(pages)
-        self.keys: list[Tensor] = list(pages[::2].unbind(0))
-        self.values: list[Tensor] = list(pages[1::2].unbind(0))
+        self.keys: list[Tensor] = list(pages[::step].unbind(0))
+        self.values: list[Tensor] = list(pages[step - 1 :: step].unbind(0))
 
     def copy_pages(self, source: KVCache, copies: Iterable[Copy]) -> None:
         """Copies whole pages of `source` (all layers' keys, values and scales) into this cache, one after the other:

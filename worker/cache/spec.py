@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint4": 4}
+ITEM_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "uint4": 4, "fp8": 8}
 """Format of the pages → bits of an element."""
-QUANTISED = frozenset({"int8", "uint4"})
+QUANTISED = frozenset({"int8", "uint4", "fp8"})
 SCALE_BYTES = 8
-"""A zero and a scale in float32, for each token and head of quantised keys, and of values."""
+"""A zero (0 in fp8) and a scale in float32, for each token and head of quantised keys, and of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """Pages of [kv_head, token, head_dim], one of keys and one of values in every layer."""
+    """Pages of [kv_head, token, head_dim], one of keys and one of values in every layer, or one alone of latents."""
 
     page_size: int
     """Tokens."""
@@ -23,7 +23,9 @@ class CacheSpec:
     """The KV heads of this rank."""
     head_dim: int
     dtype: str
-    """"float32", "bfloat16", "float16" (on GPUs), "int8" or "uint4"."""
+    """"float32", "bfloat16", "float16" (on GPUs), "int8", "uint4" or, of latents alone, "fp8" (e4m3)."""
+    is_latent: bool = False
+    """A token has one row, of which both its keys and its values are made."""
 
     @property
     def is_quantised(self) -> bool:
@@ -36,9 +38,14 @@ class CacheSpec:
 
     @property
     def bytes_per_page(self) -> int:
-        """The bytes of one page number: keys and values of all layers, and their scales."""
+        """The bytes of one page number: the rows of all layers, and their scales."""
         row = self.row_bytes + (SCALE_BYTES if self.is_quantised else 0)
-        return 2 * self.num_layers * self.num_kv_heads * self.page_size * row
+        return self.num_parts * self.num_kv_heads * self.page_size * row
+
+    @property
+    def num_parts(self) -> int:
+        """The pages of one page number: keys and values of every layer, or its latents."""
+        return (1 if self.is_latent else 2) * self.num_layers
 
 
 @dataclass(frozen=True, slots=True)

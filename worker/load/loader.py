@@ -107,7 +107,7 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         )
     if source.converted is not None:
         _check_converted(config, memory, stage)
-    pages = _page_dtype(cache.kv_cache_dtype, dtype)
+    pages = _page_dtype(cache.kv_cache_dtype, dtype, source.spec)
     method = METHODS[quantization](getattr(torch, dtype), config.quantization_group)
     holding = Holding(
         source.spec,
@@ -156,9 +156,9 @@ def _check_converted(config: ModelConfig, memory: str, stage: Place) -> None:
         )
 
 
-def _page_dtype(wanted: str, dtype: str) -> str:
-    """Returns the dtype of the pages of a model in `dtype`. ConfigError for what is not known, and for bfloat16 beside
-    float16."""
+def _page_dtype(wanted: str, dtype: str, spec: ModelSpec) -> str:
+    """Returns the dtype of the pages of a model in `dtype`. ConfigError for what is not known, for bfloat16 beside
+    float16, and for fp8 where a layer holds more than latents."""
     held = dtype if wanted == "auto" else wanted
     if held not in ITEM_BITS:
         raise ConfigError(f"kv_cache_dtype {wanted!r} is not known (auto, {', '.join(ITEM_BITS)})")
@@ -166,6 +166,8 @@ def _page_dtype(wanted: str, dtype: str) -> str:
         raise ConfigError(
             f"kv_cache_dtype {wanted!r} does not go with dtype {dtype!r}: use auto (the same), float32, int8 or uint4"
         )
+    if held == "fp8" and not all(layer.attention.is_latent for layer in spec.layers):
+        raise ConfigError("kv_cache_dtype 'fp8' is for latents (multi-head latent attention): take int8 or uint4")
     return held
 
 

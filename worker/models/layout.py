@@ -116,9 +116,10 @@ def expected_shapes(spec: ModelSpec, weights: WeightMap, naming: str) -> dict[st
 def groups_of(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     """Layers whose pages are alike and are held equally long: those that keep all tokens first, then by their numbers.
     The first group is the one whose shared pages a device may read once for several requests."""
-    groups: dict[tuple[Axis, PageLifetime], list[int]] = {}
+    groups: dict[tuple[Axis, PageLifetime, bool], list[int]] = {}
     for number, layer in enumerate(spec.layers):
-        groups.setdefault((layer.attention.kv_heads, layer.attention.lifetime), []).append(number)
+        block = layer.attention
+        groups.setdefault((block.kv_heads, block.lifetime, block.is_latent), []).append(number)
     ordered = sorted(groups, key=lambda key: not key[1].keeps_all)
     return tuple(tuple(groups[key]) for key in ordered)
 
@@ -130,7 +131,7 @@ def cache_groups(spec: ModelSpec, shard: Shard, page_size: int, dtype: str) -> t
         layers = tuple(layer for layer in group if layer in own)
         block = spec.layers[group[0]].attention
         heads = block.kv_heads
-        pages = CacheSpec(page_size, len(layers), len(shard.units(heads)), heads.unit, dtype)
+        pages = CacheSpec(page_size, len(layers), len(shard.units(heads)), heads.unit, dtype, block.is_latent)
         made.append(CacheGroup(pages, layers, block.lifetime))
     return tuple(made)
 

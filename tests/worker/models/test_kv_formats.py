@@ -37,11 +37,13 @@ def far_off(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().mean() / expected.abs().max())
 
 
-def test_every_format_is_tried_here_but_float16_which_is_refused(tmp_path: Path) -> None:
-    assert DRIFT.keys() | {"float16"} == ITEM_BITS.keys()
+def test_every_format_is_tried_here_but_those_that_are_refused(tmp_path: Path) -> None:
+    assert DRIFT.keys() | {"float16", "fp8"} == ITEM_BITS.keys()
     save_tiny(tmp_path, "llama")
     with pytest.raises(ConfigError, match="kv_cache_dtype 'float16' does not go with dtype 'float32': use auto"):
         logits_on_ranks(tmp_path, 1, [IDS], cache=paged("float16"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype 'fp8' is for latents .*: take int8 or uint4"):
+        logits_on_ranks(tmp_path, 1, [IDS], cache=paged("fp8"))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", DRIFT)

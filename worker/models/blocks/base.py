@@ -32,6 +32,16 @@ class AttentionBlock(Protocol):
         """What a page holds of each token: so many heads of so many elements, for keys and for values."""
         ...
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether the keys and the values of a token are made of the same elements: a page has them once."""
+        ...
+
+    @property
+    def latent_sizes(self) -> tuple[int, int] | None:
+        """Where `is_latent`: of a token's elements those that keys and values are made of, and those that turn."""
+        ...
+
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
         """Its weights, in the order in which they are read; canonical names begin with `prefix`."""
         ...

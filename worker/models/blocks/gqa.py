@@ -65,6 +65,14 @@ class Gqa:
         return Axis(self.num_kv_heads, self.head_dim, TP, readers=self.num_heads)
 
     @property
+    def is_latent(self) -> bool:
+        return False
+
+    @property
+    def latent_sizes(self) -> None:
+        return None
+
+    @property
     def has_centers(self) -> bool:
         """Whether keys have a bias of their own that reaches the cache and that may be taken off all of them: what it
         adds to every score of a query does not show after the softmax, unless a cap or a sink lies between."""
