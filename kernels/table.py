@@ -116,7 +116,8 @@ CUDA = {
     "route": "allspan.kernels.cuda.moe.route:route",
     "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
-    **{op: REFERENCE[op] for op in LATENT_OPS},
+    "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
+    "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},
 }
 

@@ -74,9 +74,11 @@ class Prepared:
     @property
     def kernel_needs(self) -> KernelNeeds:
         """What the model asks of a device's kernels."""
-        blocks = {(block.heads, block.kv_heads) for block in (layer.attention for layer in self.source.spec.layers)}
+        attention = [layer.attention for layer in self.source.spec.layers]
+        blocks = {(block.heads, block.kv_heads) for block in attention}
         heads = tuple((own.unit, -(-own.count // kv.count)) for own, kv in blocks)
-        return KernelNeeds(str(self.held["dtype"]), self.cache_groups[0].spec.dtype, heads)
+        latents = tuple({block.latent_sizes for block in attention if block.latent_sizes})
+        return KernelNeeds(str(self.held["dtype"]), self.cache_groups[0].spec.dtype, heads, latents)
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage: Place = WHOLE) -> Prepared:

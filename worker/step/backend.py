@@ -53,6 +53,9 @@ class KernelNeeds:
     page_dtype: str
     heads: tuple[tuple[int, int], ...]
     """For each kind of attention block, the head size and the most query heads that read one KV head."""
+    latents: tuple[tuple[int, int], ...] = ()
+    """For each kind of attention block whose keys and values are made of latents, the elements of a latent, and those
+    that turn beside it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ class StepInputs:
     shared: SharedInputs | None = None
     """With a bucket: what its rows share, where that pays."""
 
+    continues: bool = True
+    """On a GPU: whether a request with several new tokens may have others before them."""
     groups: tuple[GroupInputs, ...] = ()
     """The inputs of the cache groups behind the first."""
     adapters: Tensor | None = None

@@ -30,6 +30,8 @@ class StepAttention:
     workspace: DecodeWorkspace
     shared: tuple[CascadeLevel, CascadeWorkspace] | None = None
     """Tokens that the decodes share: their table has the others alone."""
+    continues: bool = True
+    """Whether tokens may lie before the new ones of a request of `prefills`."""
 
 
 def attention(

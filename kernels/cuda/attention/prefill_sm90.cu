@@ -3,7 +3,8 @@
 // others have 64 rows each and take turns, so that the tensor cores multiply for one while the other is at its softmax.
 // Within one, too, the scores of a tile are multiplied while the values of the tile before are. Bound by the tensor
 // cores; next come exponentials (16 a cycle: half the time of the products at a head_dim of 128). Compiled with
-// HEAD_DIM (64 or 128), PARTIAL (1: float32 states of parts of the tokens, to be merged) and what scores.cuh names.
+// HEAD_DIM (64 or 128; 192 with fewer elements of values), VALUE_DIM (the same, or 128), PARTIAL (1: float32 states of
+// parts of the tokens, to be merged) and what scores.cuh names.
 #include "attention/scores.cuh"
 #include "ptx/ptx.cuh"
 #include "ptx/ptx_sm90.cuh"
@@ -14,10 +15,14 @@
 #ifndef PARTIAL
 #define PARTIAL 0
 #endif
-constexpr int D = HEAD_DIM, kTokens = 128, kRows = 128, kGroup = 128, kThreads = 3 * kGroup;
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
+constexpr int D = HEAD_DIM, kValue = VALUE_DIM, kTokens = 128, kRows = 128, kGroup = 128, kThreads = 3 * kGroup;
 // A tile is columns of 64 elements; a column is 128 rows of 128 bytes, their 16-byte chunks swizzled by the row.
-constexpr int kColumn = 128 * 128, kTile = D / 64 * kColumn, kSlots = 6;
-constexpr int kChunks = D / 8, kAtOnce = 32 / kChunks;  // 16-byte chunks of a row, rows that a warp copies at once
+constexpr int kColumn = 128 * 128, kTile = D / 64 * kColumn, kSlots = D <= 128 ? 6 : 3;
+constexpr int kChunks = D <= 128 ? D / 8 : 8, kAtOnce = 32 / kChunks;  // 16-byte chunks of a row that a warp copies at
+constexpr int kPasses = D / 8 / kChunks, kValuePasses = kPasses * kValue / D;  // once, and rows; columns come in passes
 
 // What the tensor cores read, but for its address: columns of 128 bytes with that swizzle; eight rows take 1,024 bytes.
 constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32;
@@ -96,7 +101,7 @@ struct Copies {
     first = threadIdx.x / 32 * 32 + row_of_lane;
     at = chunk_of_lane / 8 * kColumn + first * 128, swizzled = (chunk_of_lane % 8 ^ row_of_lane) << 4;
   }
-  // Copy `step` of kChunks has row first + step * kAtOnce.
+  // Copy `step` has row first + step * kAtOnce.
   __device__ __forceinline__ uint32_t place(uint32_t tile, int step) const {
     return tile + at + step * kAtOnce * 128 + (swizzled ^ (step * kAtOnce % 8 << 4));
   }
@@ -177,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         return found;
       };
-      const auto copy = [&](const char* cache, int tile, const Pages& from) {
+      const auto copy = [&](const char* cache, int tile, const Pages& from, int passes) {
         barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
         const unsigned seen = max(0, end - least);
         const uint32_t to = smem(shared.slots) + ring.slot * kTile;
@@ -187,10 +192,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           const int in_page = (token - copies.row_of_lane) & ((1 << page_shift) - 1);
           const char* row = cache + (from.of[half] * page_stride + in_page * token_stride + lane_offset);
 #pragma unroll
-          for (int step = 0; step < kChunks / 2; ++step) {
+          for (int step = 0; step < 16 / kAtOnce; ++step) {
             const bool is_there =
                 WINDOW ? static_cast<unsigned>(token - least + step * kAtOnce) < seen : token + step * kAtOnce < end;
-            copy16(copies.place(to, half * (kChunks / 2) + step), is_there ? row : cache, is_there);
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass)
+              if (pass < passes)
+                copy16(copies.place(to, half * (16 / kAtOnce) + step) + pass * kColumn,
+                       is_there ? row + pass * 128 : cache, is_there);
             row += kAtOnce * token_stride;
           }
         }
@@ -201,25 +210,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Pages now = look_up(count - 1), last = now;
       for (int at = count - 1; at >= begin; --at) {
         const Pages next = look_up(at - 1);
-        copy(k_cache, at, now);
+        copy(k_cache, at, now, kPasses);
         if (at == count - 1) {
           give({head0, group, first_query, rows, static_cast<long long>(part) * q_rows + first_query, row0, begin,
                 count, before, end, min(end, all_see), all_from});
 #pragma unroll 4
-          for (int step = 0; step < kChunks; ++step) {
+          for (int step = 0; step < 32 / kAtOnce; ++step) {
             const int row = row0 + copies.first + step * kAtOnce;
             const bool is_there = row < rows;
             const long long from =
                 (first_query + row / group) * q_stride + (head0 + row % group) * D + copies.chunk_of_lane * 8;
-            copy16(copies.place(smem(shared.queries), step), q + (is_there ? from : 0), is_there);
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass)
+              copy16(copies.place(smem(shared.queries), step) + pass * kColumn, q + (is_there ? from + pass * 64 : 0),
+                     is_there);
           }
           barrier_arrive_with_copies(shared.queries_full);
         } else {
-          copy(v_cache, at + 1, last);
+          copy(v_cache, at + 1, last, kValuePasses);
         }
         last = now, now = next;
       }
-      copy(v_cache, begin, last);
+      copy(v_cache, begin, last, kValuePasses);
     }
     give({});
     barrier_arrive_with_copies(shared.queries_full);
@@ -231,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint64_t keys = matrix(kAlong, smem(shared.slots)), values = matrix(kAcross, smem(shared.slots));
     Ring ring;
     uint32_t parity = 0;
-    float o[D / 2], s[kTokens / 2];
+    float o[kValue / 2], s[kTokens / 2];
     uint32_t p[kTokens / 4];
     const auto wait_full = [&] { barrier_wait(shared.full + ring.slot * 8, ring.parity); };
     const auto release = [&](uint32_t barrier) {
@@ -281,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       float top[2] = {-kInf, -kInf}, total[2] = {0, 0}, keep[2];
 #pragma unroll
-      for (int i = 0; i < D / 2; ++i) o[i] = 0;
+      for (int i = 0; i < kValue / 2; ++i) o[i] = 0;
 
       // Of the scores s of a tile: hides what a row may not see, and makes of them weights, raising `top`.
       const auto soften = [&](int tile) {
@@ -362,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ring.next();
         if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1)) {  // seldom, once a row has seen its highest score
 #pragma unroll
-          for (int i = 0; i < D / 2; ++i) o[i] *= keep[i / 2 % 2];
+          for (int i = 0; i < kValue / 2; ++i) o[i] *= keep[i / 2 % 2];
         }
         pack_weights();
       }
@@ -388,8 +400,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const float by = sum > 0 ? kept / sum : 0;
         const long long head = (item.first_out + row / item.group) * heads + item.head0 + row % item.group;
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
-          const long long at = head * D + n * 8 + lane % 4 * 2;
+        for (int n = 0; n < kValue / 8; ++n) {
+          const long long at = head * kValue + n * 8 + lane % 4 * 2;
           const float x = o[n * 4 + h * 2] * by, y = o[n * 4 + h * 2 + 1] * by;
           if (PARTIAL)
             *reinterpret_cast<float2*>(static_cast<float*>(out) + at) = make_float2(x, y);

@@ -164,7 +164,9 @@ def test_kernels_are_declared_once_and_by_value() -> None:
 
 def test_half_precision_has_every_kernel_below_sm_80_too() -> None:
     files, below = ({one.file for one in all_variants(capability)} for capability in ((8, 0), (7, 5)))
-    assert below == files
+    # Two stages of 32 latents take more shared memory than those GPUs have.
+    assert files - below == {"latent/attend.cu", "latent/expand.cu"}
+    assert below < files
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
+from allspan.kernels.cuda.latent.attend import attend_workspace
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.step.backend import AttentionHeads
 from allspan.worker.step.buffer_sizes import ModelLimits
-from allspan.worker.step.inputs import PlanTiles, StepInputs
+from allspan.worker.step.inputs import StepInputs
 
 
 class CudaMetadata:
@@ -31,13 +32,14 @@ class CudaMetadata:
         self._group = int(np.diff(first_heads).max())
         slopes = None if heads.slopes is None else torch.tensor(heads.slopes, dtype=torch.float32, device=device)
         self._scores = Scores(heads.scale, heads.window - 1, heads.soft_cap, slopes)
-        self._workspace = decode_workspace(most, kv_heads, dim, device)
+        is_latent = cache.is_latent
+        self._workspace = attend_workspace(dim, device) if is_latent else decode_workspace(most, kv_heads, dim, device)
         self.cascade_rule: CascadeRule | None = None
         """When the rows of a decode step read what they share as one; None: never."""
-        self.plan_tiles: PlanTiles = Tiling(self._group)
+        self.plan_tiles = Tiling(1 if is_latent else self._group)
         """Cuts the new tokens of a step on the host."""
         self._states: CascadeWorkspace | None = None
-        if limits.uses_cascades and not heads.window:
+        if limits.uses_cascades and not heads.window and not is_latent:
             self.cascade_rule = rule = _rule(heads, cache, limits, device)
             states = max((rule.parts(rows) * rows for rows in range(1, most + 1) if rule.may_pay(rows)), default=0)
             counts = len(heads.kv_head_of), kv_heads
@@ -59,8 +61,8 @@ class CudaMetadata:
         elif count:
             decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
-            prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self._group)
-        return StepAttention(decodes, prefills, self._scores, self._workspace)
+            prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self.plan_tiles.group)
+        return StepAttention(decodes, prefills, self._scores, self._workspace, continues=inputs.continues)
 
 
 def _rule(heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> CascadeRule:

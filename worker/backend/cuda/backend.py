@@ -12,6 +12,7 @@ from allspan.kernels.cuda.attention.decode import MOST_GROUP
 from allspan.kernels.cuda.cache import move_pages
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
+from allspan.kernels.cuda.latent import attend
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
@@ -160,6 +161,8 @@ def check_capability(dtype: str, capability: tuple[int, int]) -> None:
 def kernels_for(needs: KernelNeeds) -> str:
     """The kernels are for 16 bits and some shapes of heads; whatever else runs on the reference ops, which is slow."""
     head_dim, group = needs.heads[0]
+    if needs.latents:
+        return _kernels_for_latents(needs)
     if needs.dtype in _HALVES and len(needs.heads) == 1 and runs(head_dim, group, needs.page_dtype):
         return "cuda"
     logger.warning(
@@ -172,5 +175,25 @@ def kernels_for(needs: KernelNeeds) -> str:
         needs.page_dtype,
         group,
         head_dim,
+    )
+    return "reference"
+
+
+def _kernels_for_latents(needs: KernelNeeds) -> str:
+    are_alike = len(needs.heads) == len(needs.latents) == 1
+    pages = attend.PAGE_DTYPES
+    if needs.dtype in _HALVES and are_alike and attend.runs(*needs.latents[0]) and needs.page_dtype in pages:
+        return "cuda"
+    logger.warning(
+        "the CUDA kernels for latent attention are for bfloat16 and float16, pages of %s, latents of up to %d elements "
+        "and up to %d that turn, both in steps of %d; dtype %s, pages of %s and (latent, turning) elements of %s run "
+        "on torch's own, slowly",
+        pages,
+        attend.MOST_LATENT,
+        attend.MOST_TURNED,
+        attend.STEP,
+        needs.dtype,
+        needs.page_dtype,
+        needs.latents,
     )
     return "reference"

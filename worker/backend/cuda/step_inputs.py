@@ -86,7 +86,8 @@ class DeviceBuffers:
         self._buffer.send([(0, max(last for _, last in layout.spans.values()))])
         views = layout.views(self._buffer.device)
         views["tiles"] = views["tiles"].view(-1, tiles.shape[1])
-        return with_groups(views | {"num_decodes": decodes}, self._names.num_groups)
+        continues = bool((counts[decodes:] != values["kv_lens"][decodes:]).any())
+        return with_groups(views | {"num_decodes": decodes, "continues": continues}, self._names.num_groups)
 
     def advance(self, tokens: Ints) -> None:
         raise InternalError("copies on a device do not show what the host's buffers hold")

@@ -1,0 +1,1 @@
+"""Attention over latents: one row a token, of which every head makes its keys and values."""

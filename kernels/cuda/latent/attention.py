@@ -1,0 +1,112 @@
+"""The engine's attention over latents on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.attention.attention import StepAttention
+from allspan.kernels.cuda.attention.prefill import PrefillPlan
+from allspan.kernels.cuda.cache.pages import PageTable
+from allspan.kernels.cuda.latent import expand, products
+from allspan.kernels.cuda.latent.attend import Mode, Queries, latent_attend
+from allspan.kernels.ops import LatentWeights
+
+
+def latent_attention(
+    q: Tensor,
+    weights: LatentWeights[Tensor],
+    cache: Tensor,
+    scales: Tensor | None,
+    meta: StepAttention,
+    absorbed: Tensor,
+    mixed: Tensor,
+    out: Tensor,
+) -> None:
+    """See `OpSet.latent_attention`; all of 16 bits. Keys and values are made for the new tokens of a step with many;
+    other tokens stay latents. Rows of `out` that no request has hold anything."""
+    step = _Step(q, weights, (cache, scales), meta, absorbed, mixed, out)
+    sizes = q.shape[2], weights.v_up.shape[1]
+    if meta.prefills is None:
+        step.attend(meta.decodes, None)
+    elif len(q) < expand.LEAST_ROWS or not expand.runs(sizes):
+        step.attend(meta.decodes, meta.prefills)
+    else:
+        step.attend_expanded(meta.decodes, meta.prefills)
+
+
+class _Step:
+    def __init__(
+        self,
+        q: Tensor,
+        weights: LatentWeights[Tensor],
+        pages: tuple[Tensor, Tensor | None],
+        meta: StepAttention,
+        absorbed: Tensor,
+        mixed: Tensor,
+        out: Tensor,
+    ) -> None:
+        latent, self._key = weights.k_up.shape[1:]
+        shape = *q.shape[:2], latent
+        self._q, self._weights, self._pages, self._meta, self._out = q, weights, pages, meta, out
+        self._queries, self._sums = (
+            absorbed.flatten()[: q.numel() // q.shape[2] * latent].view(shape),
+            mixed.view(shape),
+        )
+
+    def attend(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan] | None) -> None:
+        rows = len(self._q) if tiled or decodes is None else len(decodes.kv_lens)
+        if tiled is None and decodes is not None and products.runs(rows, self._weights) and decodes.rows is None:
+            products.absorb(self._q[:rows], self._weights, self._queries[:rows])
+            self._attend_latents(decodes, None, None, Mode(merges=False))
+            products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows])
+            return
+        self._absorb(rows)
+        self._attend_latents(decodes, tiled, None, Mode())
+        self._values(rows, self._out)
+
+    def attend_expanded(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan]) -> None:
+        meta = self._meta
+        continues = meta.continues or (decodes is not None and decodes.rows is not None)
+        count = len(self._q) if continues else 0 if decodes is None else len(decodes.kv_lens)
+        shape = self._out.shape[:2]
+        lse = self._out.new_full(shape, -torch.inf, dtype=torch.float32) if continues else None
+        expand.attend_new(self._q, self._weights, self._pages, tiled, meta.scores.scale, (self._out, lse))
+        if count == 0:
+            return
+        self._absorb(count)
+        if lse is None:
+            self._attend_latents(decodes, None, None, Mode())
+            self._values(count, self._out)
+            return
+        # Of decodes, which have no new tokens there, all that they see is here.
+        other, other_lse = torch.empty_like(self._out), torch.full_like(lse, -torch.inf)
+        self._attend_latents(decodes, tiled, other_lse, Mode(is_before=True))
+        self._values(count, other)
+        expand.merge(self._out, lse, other, other_lse)
+
+    def _absorb(self, rows: int) -> None:
+        q, out = self._q[:rows, :, : self._key].transpose(0, 1), self._queries[:rows].transpose(0, 1)
+        torch.bmm(q, self._weights.k_up.transpose(1, 2), out=out)
+
+    def _values(self, rows: int, out: Tensor) -> None:
+        sums = self._sums[:rows].transpose(0, 1)
+        torch.bmm(sums, self._weights.v_up.transpose(1, 2), out=out[:rows].transpose(0, 1))
+
+    def _attend_latents(
+        self,
+        decodes: PageTable | None,
+        tiled: tuple[PageTable, PrefillPlan] | None,
+        lse: Tensor | None,
+        mode: Mode,
+    ) -> None:
+        scale, workspace, turned = self._meta.scores.scale, self._meta.workspace, self._q[..., self._key :]
+        if decodes is not None:
+            count = len(decodes.kv_lens)
+            some = Queries(self._queries[:count], turned[:count])
+            into = self._sums[:count], None if lse is None else lse[:count]
+            latent_attend(some, self._pages, decodes, None, scale, into, workspace, Mode(merges=mode.merges))
+        if tiled is not None:
+            table, plan = tiled
+            every = Queries(self._queries, turned)
+            latent_attend(every, self._pages, table, plan, scale, (self._sums, lse), workspace, mode)

@@ -1,0 +1,143 @@
+// How the queries of a step are cut into tiles, and these into stretches of thread blocks: see attend.cu. Whoever
+// merges the parts of tiles later finds them the same way.
+#ifndef ALLSPAN_LATENT_CUT
+#define ALLSPAN_LATENT_CUT
+#include "ptx/ptx.cuh"
+
+constexpr int kTokens = 32, kThreads = 256;  // of a unit, of a block
+
+// Row i of a request is query i / heads and head i % heads. end: tokens that the tile's last row sees.
+struct Tile {
+  int request, row0, rows, before, end;
+  long long first_out;  // row of q and out of the request's first query
+};
+
+// Either requests of one query each, `of_each` tiles a request, where places [requests] says the rows of q and out (-1:
+// the request is left out; null: 0, 1, ...); or cut [.., 2], a request (-1: none) and the first of 128 of its queries,
+// of `of_each` tiles, with qo_indptr. Those see `is_before` alone the tokens before the request's queries.
+struct Tiles {
+  const int *cut, *qo_indptr, *places, *kv_lens;
+  int count, of_each, heads, is_before;
+
+  __device__ __forceinline__ Tile tile(int i, int tile_rows) const {
+    Tile x;
+    int queries;
+    if (cut) {
+      const int of = i / of_each;
+      x.request = max(cut[2 * of], 0), x.row0 = max(cut[2 * of + 1], 0) * heads + i % of_each * tile_rows;
+      x.first_out = qo_indptr[x.request];
+      queries = cut[2 * of] < 0 ? 0 : qo_indptr[x.request + 1] - static_cast<int>(x.first_out);
+    } else {
+      x.request = i / of_each, x.row0 = i % of_each * tile_rows;
+      const int place = places ? places[x.request] : x.request;
+      x.first_out = max(place, 0), queries = place >= 0;
+    }
+    const int length = kv_lens[x.request];
+    x.rows = queries * heads, x.before = length - queries;
+    const int last = min(x.row0 + tile_rows, x.rows) - 1;
+    x.end = x.row0 < x.rows ? max(0, is_before ? x.before : min(length, x.before + last / heads + 1)) : 0;
+    return x;
+  }
+};
+
+// Fills begins [count + 1], in units; returns all units. All threads of a block come here.
+__device__ __forceinline__ int line_of(const Tiles& list, int tile_rows, int* begins, int* warp_sums) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int carry = 0;
+  for (int base = 0; base < list.count; base += kThreads) {
+    const int i = base + threadIdx.x;
+    int x = i < list.count ? (list.tile(i, tile_rows).end + kTokens - 1) / kTokens : 0;
+    for (int o = 1; o < 32; o <<= 1) {
+      const int y = __shfl_up_sync(~0u, x, o);
+      if (lane >= o) x += y;
+    }
+    if (lane == 31) warp_sums[warp] = x;
+    __syncthreads();
+    int before = carry;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      if (w < warp) before += warp_sums[w];
+      carry += warp_sums[w];
+    }
+    if (i < list.count) begins[i + 1] = before + x;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) begins[0] = 0;
+  __syncthreads();
+  return carry;
+}
+
+// The tile that has this unit.
+__device__ __forceinline__ int find(const int* begins, int count, int unit) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begins[middle] <= unit)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Block b has the units from begin(b) to begin(b + 1).
+struct Cut {
+  int blocks, each, more;
+
+  // Where every block of a later product merges the parts, tiles are in few: about four units each, or 16 parts.
+  __device__ __forceinline__ Cut(int units, int grid, int tiles, bool is_merged_later) {
+    if (is_merged_later) grid = min(grid, max(16 * tiles, units / 4));
+    blocks = min(grid, units), each = blocks ? units / blocks : 0, more = blocks ? units % blocks : 0;
+  }
+  __device__ __forceinline__ int begin(int block) const { return block * each + min(block, more); }
+  __device__ __forceinline__ int owner(int unit) const {
+    return unit < more * (each + 1) ? unit / (each + 1) : more + (unit - more * (each + 1)) / each;
+  }
+};
+
+// Floats of a part of a tile: sums of each row, then the highest score and the sum of weights of each.
+__device__ constexpr int kPart(int rows, int latent) { return rows * (latent + 2); }
+
+struct Merged {
+  float4 sum;
+  float top, total;
+};
+// Four columns of a row, of `pieces` parts, kAtOnce of them on their way at once. Only the first block has the tile's
+// beginning, as its last piece; others have theirs as their first.
+template <int kAtOnce>
+__device__ __forceinline__ Merged merge_parts(const float* parts, int pieces, int rows, int latent, int row,
+                                              int column) {
+  const int part = kPart(rows, latent);
+  const auto piece = [&](int i) { return parts + (i == 0 ? part : static_cast<long long>(i) * 2 * part); };
+  Merged x = {make_float4(0, 0, 0, 0), -kInf, 0};
+  for (int b0 = 0; b0 < (kAtOnce == 4 ? 1 : pieces); b0 += kAtOnce) {
+    float2 s[kAtOnce];
+    float4 y[kAtOnce];
+    float high = x.top;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      s[i] = make_float2(-kInf, 0), y[i] = make_float4(0, 0, 0, 0);
+      if (kAtOnce == 4 && i >= pieces) continue;
+      const float* const from = piece(min(b0 + i, pieces - 1));  // of many, more than there are: no branch
+      s[i] = __ldcg(reinterpret_cast<const float2*>(from + rows * latent + row * 2));
+      y[i] = __ldcg(reinterpret_cast<const float4*>(from + row * latent + column));
+      if (b0 + i >= pieces) s[i] = make_float2(-kInf, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) high = fmaxf(high, s[i].x);
+    const float base = high == -kInf ? 0 : high, keep = power(x.top - base);
+    x.total *= keep, x.sum.x *= keep, x.sum.y *= keep, x.sum.z *= keep, x.sum.w *= keep, x.top = high;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float by = power(s[i].x - base);
+      x.total += s[i].y * by;
+      x.sum.x += y[i].x * by, x.sum.y += y[i].y * by, x.sum.z += y[i].z * by, x.sum.w += y[i].w * by;
+    }
+  }
+  return x;
+}
+// … of up to four parts.
+__device__ __forceinline__ Merged merge_four(const float* parts, int pieces, int rows, int latent, int row,
+                                             int column) {
+  return merge_parts<4>(parts, pieces, rows, latent, row, column);
+}
+#endif

@@ -1,0 +1,173 @@
+"""Attention over latents on the CUDA kernels, in float64 on what the pages hold, and the op that writes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.attention.attention import StepAttention
+from allspan.kernels.cuda.attention.prefill import plan_prefill
+from allspan.kernels.cuda.cache.pages import PageTable, Scores
+from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.latent import expand
+from allspan.kernels.cuda.latent.append import latent_append
+from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
+from allspan.kernels.cuda.latent.attention import latent_attention
+from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.reference import latent as reference
+from support.emulator.driver import EmulatorDriver
+from support.kernel_cases import BF16, I8, randn, rotary
+from support.latent_cases import F8, Requests, latent_case, latents_expanded
+
+WHOLE = (512, 128, 64, 128)
+FORMATS = {BF16: 5e-3, I8: 2e-2, F8: 2e-2}
+"""How far the norm may be off what float64 gives of the same pages."""
+LENGTHS: Requests = [(1, 1), (1, 33), (3, 214), (1, 17), (1, 300), (40, 70), (3, 3)]
+LONG = [0, 1, 33, 514, 2743, 8736, 17]
+
+
+def step(meta: Any, heads: int, latent: int, requests: Requests, device: str) -> StepAttention:
+    """Requests of one new token are decodes, others have tiles."""
+    workspace, table = attend_workspace(latent, device), PageTable(meta.page_indptr, meta.page_indices, meta.kv_lens)
+    news = [new for new, _ in requests]
+    rows = [sum(news[:r]) if new == 1 else -1 for r, new in enumerate(news)]
+    tiled = plan_prefill([0 if new == 1 else new for new in news], [length for _, length in requests], 1, device)
+    plan = replace(tiled, qo_indptr=meta.qo_indptr, queries=sum(news))
+    decodes = replace(table, rows=torch.tensor(rows, dtype=torch.int32, device=device))
+    if rows == sorted(rows, key=lambda row: (row < 0, row)):  # as the engine has them
+        first = sum(row >= 0 for row in rows)
+        decodes = PageTable(meta.page_indptr[: first + 1], meta.page_indices, meta.kv_lens[:first])
+    prefills = (table, plan) if len(plan.tiles) else None
+    continues = any(1 < new < length for new, length in requests)
+    return StepAttention(decodes, prefills, Scores(meta.scale), workspace, continues=continues)
+
+
+def moved(arguments: list[Any], device: str) -> list[Any]:
+    q, weights, cache, scales, meta, *rooms = arguments
+    halves = [each.bfloat16().to(device) for each in (q, *weights, *rooms)]
+    meta = type(meta)(*(each.to(device) if isinstance(each, Tensor) else each for each in vars(meta).values()))
+    scales = None if scales is None else scales.to(device)
+    return [halves[0], LatentWeights(*halves[1:3]), cache.to(device), scales, meta, *halves[3:]]
+
+
+def check(
+    heads: int, sizes: tuple[int, int, int, int], page: int, dtype: torch.dtype, requests: Requests, on: str
+) -> None:
+    arguments = moved(latent_case(heads, sizes, page, dtype, requests), on)
+    meta = step(arguments[4], heads, sizes[0], requests, on)
+    latent_attention(*arguments[:4], meta, *arguments[5:])
+    expected, found = latents_expanded(arguments), arguments[-1].double()
+    assert float((found - expected).norm() / expected.norm()) < FORMATS[dtype]
+    assert not meta.workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+@pytest.mark.parametrize("heads", [16, 20, 64])
+def test_attention_over_latents_is_that_over_keys_and_values(heads: int, dtype: torch.dtype, device: str) -> None:
+    sizes = (64, 16, 16, 16) if heads == 20 else (80, 24, 32, 40)
+    check(heads, sizes, {16: 16, 20: 32, 64: 64}[heads], dtype, LENGTHS, device)
+
+
+def test_sizes_of_released_models(device: str) -> None:
+    check(16, WHOLE, 64, BF16, [(1, 33), (2, 70), (1, 200)], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+def test_long_contexts(heads: int, page: int, dtype: torch.dtype) -> None:
+    for new in (1, 3):
+        check(heads, WHOLE, page, dtype, [(min(new, length), length) for length in LONG], "cuda")
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+def test_what_is_appended_is_that_of_the_reference(dtype: torch.dtype, device: str) -> None:
+    n, heads, key, latent, rot = 19, 5, 24, 48, 16
+    q, turned, positions, cos_sin = rotary(n, heads, 1, rot, rot)
+    ours = torch.cat((randn(n, heads, key, seed=2), q), 2).bfloat16()
+    kv = torch.cat((randn(n, latent, seed=3), turned[:, 0]), 1).bfloat16()
+    weight, q_scales = randn(latent, seed=4), 1 + torch.arange(len(cos_sin)) / 7
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(n))[:n].int()
+    slots[3] = -1
+    cache, scales = torch.zeros(4, 1, 16, latent + rot, dtype=dtype), None
+    if dtype is not BF16:
+        scales = torch.zeros(4, 1, 2, 16)
+    rotation = Rotation(positions, cos_sin, q_scales)
+    found = [None if x is None else x.clone().to(device) for x in (ours, kv, weight, *rotation, cache, scales, slots)]
+    latent_append(found[0], found[1], found[2], 1e-6, Rotation(*found[3:6]), *found[6:])
+    wide_q, wide_kv = ours.float(), kv.float()
+    plain = torch.zeros(5, 1, 16, latent + rot)
+    reference.latent_append(wide_q, wide_kv, weight, 1e-6, rotation, plain, None, slots.where(slots >= 0, 64))
+    torch.testing.assert_close(found[0].cpu().float(), wide_q, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(found[1].cpu().float(), wide_kv, rtol=2e-2, atol=1e-2)
+    held = found[6].cpu().float()
+    if scales is not None:
+        zero, scale = found[7].cpu()[..., None].unbind(2)
+        held = (held - zero) * scale
+    torch.testing.assert_close(held, plain[:4], rtol=0.07 if dtype is F8 else 2e-2, atol=3e-2)
+
+
+def test_a_request_without_tokens_has_zeros(device: str) -> None:
+    q, _weights, cache, _, meta, *_ = moved(latent_case(16, (64, 16, 16, 16), 16, BF16, [(1, 1), (1, 40)]), device)
+    meta.kv_lens[0] = 0
+    latents = torch.cat([q, q, q], 2)[..., :64].contiguous()
+    out, lse = torch.full_like(latents, torch.nan), torch.full((2, 16), torch.nan, device=device)
+    table = PageTable(meta.page_indptr, meta.page_indices, meta.kv_lens)
+    queries = Queries(latents, q[..., 16:])
+    latent_attend(queries, (cache, None), table, None, meta.scale, (out, lse), attend_workspace(64, device))
+    assert not out[0].any()
+    assert (lse[0] == -torch.inf).all()
+    rows = cache[meta.page_indices[1:].long()].flatten(0, 2)[:40].double()
+    scores = torch.cat((latents, q[..., 16:]), 2)[1].double() @ rows.T * meta.scale
+    torch.testing.assert_close(lse[1].double(), scores.logsumexp(1) / np.log(2), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out[1].double(), scores.softmax(1) @ rows[:, :64], rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("requests", [LENGTHS, [(1, 60), (150, 150), (33, 33)]], ids=["some before", "none before"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+def test_keys_and_values_of_new_tokens(
+    dtype: torch.dtype, requests: Requests, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made for them, beside the tokens before, which stay latents."""
+    monkeypatch.setattr(expand, "LEAST_ROWS", 2)
+    for heads, sizes in ((4, (64, 16, 16, 16)), (3, (48, 32, 16, 48))):
+        check(heads, sizes, 16, dtype, requests, device)
+
+
+def test_keys_and_values_of_new_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = EmulatorDriver(capability=(9, 0))
+    monkeypatch.setattr(modules, "driver", lambda: hopper)
+    monkeypatch.setattr(expand, "LEAST_ROWS", 2)
+    check(2, (64, 128, 64, 128), 16, BF16, [(1, 60), (150, 190), (270, 270)], "cpu")
+    assert any(("HEAD_DIM", 192) in each.defines for each in hopper.launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64])
+def test_long_prompts(page: int) -> None:
+    for requests in ([(1, 300), (700, 700), (2743, 2743)], [(1, 300), (300, 1700), (8, 8736), (40, 40)]):
+        check(16, WHOLE, page, BF16, requests, "cuda")
+
+
+@pytest.mark.parametrize("heads", [3, 16, 20, 72])
+def test_a_few_decodes_are_merged_by_the_product_behind(heads: int, device: str) -> None:
+    check(heads, (64, 16, 16, 24), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], device)
+
+
+def test_tiles_of_no_request_are_left_out(device: str) -> None:
+    """As steps have them whose sizes a graph has fixed."""
+    requests: Requests = [(40, 70), (3, 90)]
+    arguments = moved(latent_case(16, (64, 16, 16, 16), 16, BF16, requests), device)
+    meta = step(arguments[4], 16, 64, requests, device)
+    assert meta.prefills is not None
+    table, plan = meta.prefills
+    padded = replace(plan, tiles=torch.cat((plan.tiles, torch.full_like(plan.tiles, -1))))
+    latent_attention(*arguments[:4], replace(meta, prefills=(table, padded)), *arguments[5:])
+    expected, found = latents_expanded(arguments), arguments[-1].double()
+    assert float((found - expected).norm() / expected.norm()) < FORMATS[BF16]
