@@ -19,6 +19,7 @@ from allspan.worker.models.spec import ModelSpec
 from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
+from allspan.worker.quant.by_head import ByHead
 from allspan.worker.quant.exact import Exact
 from allspan.worker.quant.experts import ExpertProducts, Packs
 from allspan.worker.step.backend import HOST
@@ -88,6 +89,8 @@ class Holding:
         return not axis.group or self.shard.groups[axis.group].is_first
 
     def _method(self, piece: Linear | Table) -> LinearMethod:
+        if isinstance(piece, Linear) and piece.key_rows:
+            return ByHead(piece.parts[0].rows.unit, piece.key_rows, self.dtype)
         return _EXACT if isinstance(piece, Linear) and piece.is_exact else self.method
 
     def _kind(self, piece: Linear | Table, name: str) -> str:

@@ -40,8 +40,10 @@ class Part:
     name: str
     rows: Axis
     rotary_dim: int = 0
-    """The number of leading elements of each unit (head) that the rotary embedding turns: a checkpoint may hold their
-    pairs interleaved."""
+    """The number of elements of each unit (head) that the rotary embedding turns: a checkpoint may hold their pairs
+    interleaved."""
+    rotary_start: int = 0
+    """The number of elements of each unit before those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Linear:
     """It is held in float32, whatever the method of other layers."""
     has_unit_rows: bool = False
     """Each row of the weight is held divided by its Euclidean norm; its inputs are not split."""
+    key_rows: int = 0
+    """Each head (unit of the rows) has so many rows of keys, then those of values, which are held apart and head by
+    head: `allspan.worker.quant.by_head`. 0: an ordinary layer."""
 
     @property
     def sums_ranks(self) -> bool:

@@ -28,18 +28,19 @@ class _Rows:
     order: Tensor | None = None
 
 
-def _foreign_rows(wanted: range, axis: Axis, rotary_dim: int, first: int) -> _Rows:
+def _foreign_rows(wanted: range, axis: Axis, rotary_dim: int, first: int, start: int = 0) -> _Rows:
     """Where these rows (of the whole weight, each unit's pairs half a rotary dimension apart) lie in a tensor that has
-    pairs side by side and whose first row of the weight is `first`."""
+    pairs side by side and whose first row of the weight is `first`. `start`: elements of a unit before its pairs."""
     if not rotary_dim or not wanted:
         return _Rows(range(first + wanted.start, first + wanted.stop))
     unit, half = axis.unit, rotary_dim // 2
     row = torch.arange(wanted.start, wanted.stop)
-    element = row % unit
+    element = row % unit - start
     turned = torch.where(element < half, 2 * element, 2 * (element - half) + 1)
-    there = row - element + torch.where(element < rotary_dim, turned, element)
-    start, stop = int(there.min()), int(there.max()) + 1
-    return _Rows(range(first + start, first + stop), there - start)
+    is_turned = (element >= 0) & (element < rotary_dim)
+    there = row + torch.where(is_turned, turned - element, 0)
+    begin, stop = int(there.min()), int(there.max()) + 1
+    return _Rows(range(first + begin, first + stop), there - begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class PieceSource:
         axis, start = parts[part].rows, self.shard.part(parts[part].rows).start
         wanted = range(start + rows.start, start + rows.stop)
         turned = parts[part].rotary_dim if self.weights.is_interleaved(naming) else 0
-        return names[part], _foreign_rows(wanted, axis, turned, above)
+        return names[part], _foreign_rows(wanted, axis, turned, above, parts[part].rotary_start)
 
     def _every_other(self, part: int, rows: range, names: list[str]) -> _Rows:
         """Where these rows of a part are that has every second, say, of a tensor's."""

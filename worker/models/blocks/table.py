@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from allspan.worker.models.blocks.gated_mlp import GatedMlp
 from allspan.worker.models.blocks.gqa import Gqa
+from allspan.worker.models.blocks.mla import Mla
 from allspan.worker.models.blocks.moe import Moe
 
-BLOCKS: dict[str, type] = {"gqa": Gqa, "gated_mlp": GatedMlp, "moe": Moe}
+BLOCKS: dict[str, type] = {"gqa": Gqa, "mla": Mla, "gated_mlp": GatedMlp, "moe": Moe}

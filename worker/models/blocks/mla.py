@@ -1,0 +1,143 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): every head makes its keys and values of one latent a
+token, which is all that the cache holds."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from allspan.kernels.ops import LatentWeights
+from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
+from allspan.worker.models.rope import RotarySpec, cos_sin_table
+from allspan.worker.step.backend import AttentionHeads
+
+if TYPE_CHECKING:
+    from allspan.worker.models.shard import Shard
+    from allspan.worker.models.sublayer import Sublayer
+    from allspan.worker.program.program import Slot
+
+_EPSILON = 1e-6
+"""What the norms within the block add to mean squares, whatever the model's other norms have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """An AttentionBlock. Weights: q, or with `q_rank` q_a, q_a_norm and q_b; kv_a, kv_a_norm, kv_b and o. Ranks share
+    out the heads; every rank has the whole latents, and kv_a and q_a."""
+
+    num_heads: int
+    q_rank: int
+    """Elements of what queries are made of; 0: they are made of the hidden state."""
+    kv_rank: int
+    """Elements of a latent."""
+    key_dim: int
+    """Elements of a head's keys that do not turn."""
+    rotary_dim: int
+    """Elements of a key that turn, which all heads share."""
+    value_dim: int
+    rotary: RotarySpec
+    scale: float
+    """The factor of scores before the softmax."""
+    is_interleaved: bool = True
+    """Whether checkpoints have the pairs that turn side by side."""
+    bias: bool = False
+    """Whether q_a, kv_a and o have biases."""
+
+    @property
+    def lifetime(self) -> PageLifetime:
+        return PageLifetime()
+
+    @property
+    def heads(self) -> Axis:
+        return Axis(self.num_heads, self.value_dim, TP)
+
+    @property
+    def kv_heads(self) -> Axis:
+        return Axis(1, self.kv_rank + self.rotary_dim)
+
+    @property
+    def is_latent(self) -> bool:
+        return True
+
+    @property
+    def latent_sizes(self) -> tuple[int, int]:
+        return self.kv_rank, self.rotary_dim
+
+    def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
+        latent, turned = Axis(self.kv_rank), self.rotary_dim * self.is_interleaved
+        query_heads = Axis(self.num_heads, self.key_dim + self.rotary_dim, TP)
+        name, inputs = ("q_b", Axis(self.q_rank)) if self.q_rank else ("q", hidden)
+        queries: tuple[Piece, ...] = (
+            Linear(prefix + name, (Part(prefix + name, query_heads, turned, self.key_dim),), inputs),
+        )
+        if self.q_rank:
+            down = Linear(prefix + "q_a", (Part(prefix + "q_a", inputs),), hidden, self.bias)
+            queries = (down, Vector(prefix + "q_a_norm.weight", inputs), *queries)
+        kv_a = Part(prefix + "kv_a", self.kv_heads, turned, self.kv_rank)
+        kv_b = Part(prefix + "kv_b", Axis(self.num_heads, self.key_dim + self.value_dim, TP))
+        return (
+            *queries,
+            Linear(prefix + "kv_a", (kv_a,), hidden, self.bias),
+            Vector(prefix + "kv_a_norm.weight", latent),
+            Linear(prefix + "kv_b", (kv_b,), latent, key_rows=self.key_dim),
+            Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.bias),
+        )
+
+    def mix(self, sub: Sublayer, x: Slot) -> Slot:
+        """New latents go to the cache before queries read it."""
+        program, heads, width = sub.program, len(sub.shard.units(self.heads)), self.kv_rank + self.rotary_dim
+        queries = self._queries(sub, x, heads)
+        kv = sub.buffer("latent", width)
+        sub.linear("kv_a", x, kv)
+        table = sub.constant(
+            "cos_sin",
+            (self.rotary, self.rotary_dim),
+            functools.partial(cos_sin_table, self.rotary, self.rotary_dim),
+        )
+        rotation = sub.rotation((table,), self.rotary_dim)
+        cache, scales = sub.cache("k_cache"), sub.cache("k_scales")
+        norm = sub.weight("kv_a_norm.weight")
+        program.op("latent_append", queries, kv, norm, _EPSILON, rotation, cache, scales, sub.slots)
+        own = self.on_rank(sub.shard)
+        attended = sub.buffer("attended", heads * self.value_dim)
+        program.op(
+            "latent_attention",
+            queries,
+            LatentWeights(sub.weight("kv_b.k_up"), sub.weight("kv_b.v_up")),
+            cache,
+            scales,
+            sub.meta("attention", own, lambda context: context.attention(own)),
+            program.view(sub.buffer("absorbed", heads * width), heads, width),
+            program.view(sub.buffer("mixed", heads * self.kv_rank), heads, self.kv_rank),
+            program.view(attended, heads, self.value_dim),
+        )
+        return attended
+
+    def _queries(self, sub: Sublayer, x: Slot, heads: int) -> Slot:
+        size = self.key_dim + self.rotary_dim
+        queries = sub.buffer("q", heads * size)
+        if self.q_rank:
+            made = sub.buffer("q_a", self.q_rank)
+            sub.linear("q_a", x, made)
+            sub.program.op("rms_norm", made, sub.weight("q_a_norm.weight"), _EPSILON, made)
+            sub.linear("q_b", made, queries)
+        else:
+            sub.linear("q", x, queries)
+        return sub.program.view(queries, heads, size)
+
+    def project(self, sub: Sublayer, attended: Slot) -> None:
+        sub.add_linear("o", attended)
+
+    def on_rank(self, shard: Shard) -> AttentionHeads:
+        """The heads of one rank."""
+        count = len(shard.units(self.heads))
+        return AttentionHeads(
+            kv_head_of=(0,) * count,
+            num_kv_heads=1,
+            head_dim=self.kv_heads.unit,
+            scale=self.scale,
+            most_kv_heads=1,
+            group=-(-self.num_heads // shard.groups[TP].size),
+        )
