@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from support.tiny_gguf import permuted
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SIZES = {
@@ -28,7 +25,6 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_NONE: Mapping[str, np.ndarray] = {}
 CHOICE_BIAS = "e_score_correction_bias"
 
 
@@ -46,6 +42,8 @@ class FamilyRow:
     max_model_len: int = 0
     norm_offset: float = 0.0
     """How much larger norms are in the GGUF file than in the folder."""
+    key_rows: int = 0
+    """The rows of keys of each head in kv_b_proj, where the GGUF file has keys, transposed, and values apart."""
     tensors: Mapping[str, list[float]] = field(default_factory=dict)
     """Further tensors of the GGUF file."""
 
@@ -91,6 +89,26 @@ GPT_OSS_ROPE = {
 }
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "rope_parameters": ROPE}
 EXPERT_METADATA = {"expert_used_count": 2, "expert_feed_forward_length": 48}
+LATENT = EXPERTS | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+LATENT_METADATA = EXPERT_METADATA | {
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 48,
+    "attention.key_length_mla": 32,
+    "attention.value_length": 32,
+    "attention.value_length_mla": 12,
+    "rope.dimension_count": 16,
+    "expert_count": 8,
+    "leading_dense_block_count": 1,
+}
 
 FAMILIES: dict[str, FamilyRow] = {
     "llama": FamilyRow("llama", {"rope_parameters": ROPE}, "llama", is_permuted=True),
@@ -243,6 +261,15 @@ FAMILIES: dict[str, FamilyRow] = {
             "leading_dense_block_count": 1,
         },
     ),
+    "deepseek_v2": FamilyRow(
+        "deepseek_v2",
+        LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None},
+        "deepseek2",
+        LATENT_METADATA | {"expert_group_count": 4, "expert_group_used_count": 2, "expert_shared_count": 2},
+        key_rows=16,
+    ),
+    "deepseek_v3": FamilyRow("deepseek_v3", LATENT | {"n_group": 4, "topk_group": 2, "rope_interleave": False}),
+    "glm4_moe_lite": FamilyRow("glm4_moe_lite", LATENT),
     "minimax_m2": FamilyRow(
         "minimax_m2",
         {
@@ -278,29 +305,6 @@ FAMILIES: dict[str, FamilyRow] = {
 """Name of a case → its row: a model type, and what sets the case apart from others of it."""
 
 
-def _parts(name: str, values: np.ndarray, model_type: str) -> dict[str, np.ndarray]:
-    """Experts' tensors as converters have them: gate and up apart."""
-    if model_type == "gpt_oss":
-        return _gpt_oss_parts(name, values)
-    if not name.endswith("experts.gate_up_proj"):
-        return {name + (".weight" if name.endswith("experts.down_proj") else ""): values}
-    gate, up = np.split(values, 2, axis=1)
-    return {name.replace("gate_up", "gate") + ".weight": gate, name.replace("gate_up", "up") + ".weight": up}
-
-
-def _gpt_oss_parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Matrices of its experts are transposed, and rows of gate and up come in turn."""
-    if name.endswith("sinks"):
-        return {f"{name}.weight": values}
-    if ".experts." not in name:
-        return {name: values}
-    stem, suffix = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    values = values.swapaxes(1, 2) if suffix == "weight" else values
-    if not stem.endswith("gate_up_proj"):
-        return {f"{stem}.{suffix}": values}
-    return {f"{stem.replace('gate_up', each)}.{suffix}": values[:, i::2] for i, each in enumerate(("gate", "up"))}
-
-
 def save_family(folder: Path, row: FamilyRow) -> Any:
     """Writes a random checkpoint in which no norm, bias or rotation is without effect; returns transformers' model."""
     config = AutoConfig.for_model(row.model_type, **{**SIZES, **row.config})
@@ -317,62 +321,3 @@ def save_family(folder: Path, row: FamilyRow) -> Any:
     model.eval()
     model.save_pretrained(folder)
     return model
-
-
-def save_family_gguf(path: Path, model: Any, row: FamilyRow, mxfp4: Mapping[str, np.ndarray] = _NONE) -> None:
-    """Writes the model in float32 under the names that the `gguf` package has for its architecture; `mxfp4` has the
-    blocks of tensors that are of that type."""
-    config, kind = model.config, next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
-    writer = gguf.GGUFWriter(path, row.gguf)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"])
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_token_list([f"token{i}" for i in range(2000)])
-    writer.add_eos_token_id(2)
-    for key, value in row.metadata.items():
-        _add(writer, f"{row.gguf}.{key}", value)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS)}
-    for name, buffer in biases.items():
-        writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy())
-    parts = (_parts(name, parameter.detach().numpy(), row.model_type) for name, parameter in model.named_parameters())
-    for name, values in ((name, values) for each in parts for name, values in each.items()):
-        role = name.split(".")[-2]
-        stored = permuted(values, heads[role]) if row.is_permuted and role in heads else values
-        foreign = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert foreign is not None, name
-        stored = stored + np.float32(row.norm_offset) if "norm" in name else stored
-        stored = stored[0] if "ffn_gate_inp_shexp" in foreign else stored  # llama.cpp's converter drops such dimensions
-        if foreign in mxfp4:
-            writer.add_tensor(foreign, mxfp4[foreign], raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-        else:
-            writer.add_tensor(foreign, np.ascontiguousarray(stored))
-    for name, floats in row.tensors.items():
-        writer.add_tensor(name, np.array(floats, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, list(value))

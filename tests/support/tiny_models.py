@@ -56,6 +56,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 56,
     },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 6,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "head_dim": 20},
 }
 _DEFAULTS = {

@@ -66,7 +66,8 @@ def gguf_values(file: GgufFile, family: Family, source: str) -> dict[str, Any]:
     values["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     ends = [metadata[f"tokenizer.ggml.{key}"] for key in _ENDS if f"tokenizer.ggml.{key}" in metadata]
     values["eos_token_id"] = ends
-    _check_heads(own, values, prefix, source, family.turns_part)
+    if not family.has_latents:
+        _check_heads(own, values, prefix, source, family.turns_part)
     values["rope_scaling"] = _rope_scaling(own, prefix, source)
     if {_LONG, _SHORT} <= {*names}:
         values["rope_scaling"] = _longrope(file, own, values)

@@ -21,6 +21,7 @@ from allspan.worker.load.gguf_config import gguf_values
 from allspan.worker.load.refused import why_refused
 from allspan.worker.models.families.baichuan import BAICHUAN
 from allspan.worker.models.families.chatglm import CHATGLM
+from allspan.worker.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from allspan.worker.models.families.exaone4 import EXAONE4
 from allspan.worker.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from allspan.worker.models.families.glm import GLM, GLM4
@@ -42,6 +43,7 @@ from allspan.worker.models.foreign.family import Family
 from allspan.worker.models.layout import foreign_tensors
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.weights.gguf_file import GgufFile
+from allspan.worker.weights.latent_gguf_file import LatentGgufFile
 from allspan.worker.weights.mxfp4_folder import MXFP4, Mxfp4Folder
 from allspan.worker.weights.quantised_folder import METHODS, QuantisedFolder
 from allspan.worker.weights.tensor_folder import TensorFolder
@@ -89,6 +91,9 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         GPT_OSS,
         MINIMAX_M2,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
     )
 }
 """model_type → family. A new family is one file and one name here."""
@@ -233,11 +238,16 @@ def _from_gguf(path: Path, overrides: Mapping[str, Any]) -> ModelSource:
         )
     family = known[architecture]
     values = overridden({**family.defaults, **gguf_values(file, family, str(path))}, overrides)
+    if family.has_latents:
+        file = LatentGgufFile(path)
     family = replace(family, weights=family.weights.in_gguf(file.names()))
     return ModelSource(path, family, family.read(ForeignConfig(values, str(path))), file)
 
 
 def _family(model_type: object, source: str) -> Family:
+    for family in FAMILIES.values():
+        if model_type in family.other_types:
+            return family
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported, why = ", ".join(FAMILIES), why_refused(model_type)
         raise CheckpointError(

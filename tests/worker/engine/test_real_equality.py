@@ -80,8 +80,26 @@ def one_by_one(folder, kv):
     return told(collected)
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """A model whose pages hold latents, in dense layers and layers of experts."""
+    folder = tmp_path_factory.mktemp("latent")
+    sizes = {"num_hidden_layers": 3, "vocab_size": VOCAB, "n_shared_experts": 1}
+    save_tiny(folder, "deepseek_v2", eos_token_id=None, bos_token_id=None, **sizes)
+    return folder
+
+
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "uint4"])
 def test_a_pool_that_preempts_all_the_time_gives_the_tokens_of_an_endless_one(tiny, kv):
+    assert_all_pools_agree(tiny, kv)
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8"])
+def test_pages_of_latents_are_shared_freed_and_moved_as_others_are(latent, kv):
+    assert_all_pools_agree(latent, kv)
+
+
+def assert_all_pools_agree(tiny, kv):
     expected = one_by_one(tiny, kv)
     for num_pages, host_pages, budget in ((200, 0, 512), (9, 0, 64), (9, 24, 7)):
         core, collected = engine(tiny, num_pages, host_pages, kv, max_num_batched_tokens=budget)

@@ -8,7 +8,8 @@ import pytest
 
 from allspan.worker.load.registry import find_model
 from allspan.worker.models.spec_json import spec_json, spec_of
-from support.family_rows import FAMILIES, save_family, save_family_gguf
+from support.family_files import save_family_gguf
+from support.family_rows import FAMILIES, save_family
 from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
 
 IDS = prompt(150, 97)

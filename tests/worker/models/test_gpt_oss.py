@@ -17,7 +17,8 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load.loader import prepare
 from allspan.worker.load.registry import find_model
-from support.family_rows import save_family, save_family_gguf
+from support.family_files import save_family_gguf
+from support.family_rows import save_family
 from support.mxfp4_model import EXPERTS, ROW, save_mxfp4
 from support.tiny_models import logits_on_ranks, prompt, reference_logits, relative_error
 

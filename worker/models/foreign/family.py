@@ -19,6 +19,8 @@ class Family:
     architectures: tuple[str, ...]
     """The names that `architectures` in config.json may have."""
     read: Callable[[ForeignConfig], ModelSpec]
+    other_types: tuple[str, ...] = ()
+    """Model types whose configs are of this one but for their name."""
     gguf_architectures: tuple[str, ...] = ()
     weights: WeightMap = DENSE
     inside: tuple[str, ...] = ()
@@ -40,5 +42,7 @@ class Family:
     """GGUF files of its architectures are of this family if they have experts, and else of another one."""
     has_draft_layers: bool = False
     """Checkpoints may have layers behind the last one, which draft tokens and are not read."""
+    has_latents: bool = False
+    """Whether its attention is over latents: GGUF files say the sizes of heads by other keys."""
     turns_part: bool = False
     """Whether the rotary embedding may turn a part of each head: `read_rotary` is given the head size then."""

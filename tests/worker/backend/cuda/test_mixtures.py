@@ -29,12 +29,24 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
+LATENTS = {
+    "n_routed_experts": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+}
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2": ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 56}),
     "minimax": ("minimax_m2", {"num_local_experts": 6, "intermediate_size": 48}),
     "glm4": ("glm4_moe", {"n_routed_experts": 8, "routed_scaling_factor": 2.5, "use_qk_norm": True, "n_group": 4}),
+    "deepseek_v2": ("deepseek_v2", LATENTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": ("deepseek_v3", LATENTS | {"n_group": 4, "topk_group": 2}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "sliding_window": 24, "rope_parameters": ROPE}),
 }
 SETTINGS: dict[str, Any] = {
