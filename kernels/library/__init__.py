@@ -16,7 +16,8 @@ _MODULES = {
     "prefill_batch": "BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper",
     "levels": "MultiLevelCascadeAttentionWrapper BatchDecodeWithSharedPrefixPagedKVCacheWrapper "
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper merge_state merge_state_in_place merge_states",
-    "page": "append_paged_kv_cache get_batch_indices_positions get_seq_lens",
+    "latent_batch": "BatchMLAPagedAttentionWrapper",
+    "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
     "rope": "apply_rope apply_rope_inplace apply_rope_pos_ids apply_rope_pos_ids_inplace apply_llama31_rope "
     "apply_llama31_rope_inplace apply_llama31_rope_pos_ids apply_llama31_rope_pos_ids_inplace "
     "apply_rope_with_cos_sin_cache apply_rope_with_cos_sin_cache_inplace",
@@ -29,7 +30,6 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 _NEAREST = {
     "BatchAttention": "BatchPrefillWithPagedKVCacheWrapper, which takes single queries, too",
     "PODWithPagedKVCacheWrapper": "BatchPrefillWithPagedKVCacheWrapper, which takes single queries, too",
-    "append_paged_mla_kv_cache": "append_paged_kv_cache",
     "top_k_renorm_probs": "top_k_sampling_from_probs, which draws from what is left",
     "top_p_renorm_probs": "top_p_sampling_from_probs, which draws from what is left",
     "top_k_mask_logits": "top_k_top_p_sampling_from_logits, which draws from what is left",

@@ -6,8 +6,20 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.rows.rotary_append import append_kv
-from allspan.kernels.library.arrays import Array, PagedCache, check_layout, ints, pages, queries, tensor
+from allspan.kernels.library.arrays import (
+    Array,
+    PagedCache,
+    anywhere,
+    check_layout,
+    ints,
+    latent_pages,
+    latent_scales,
+    pages,
+    queries,
+    tensor,
+)  # fmt: skip
 from allspan.kernels.library.requests import lengths_of
+from allspan.kernels.reference.attention import append_rows
 
 
 def get_seq_lens(kv_indptr: Array, kv_last_page_len: Array, page_size: int) -> Tensor:
@@ -64,11 +76,41 @@ def append_paged_kv_cache(
     check_layout(kv_layout)
     k, v = queries("append_key", append_key), queries("append_value", append_value)
     keys, values, *scales = pages(paged_kv_cache, kv_layout)
-    page_size, device = keys.shape[2], k.device
-    request, place = ints("batch_indices", batch_indices, device), ints("positions", positions, device)
-    indptr, indices = ints("kv_indptr", kv_indptr, device), ints("kv_indices", kv_indices, device)
-    is_there = (request >= 0) & (place >= 0)
-    at = torch.where(is_there, indptr[request] + place // page_size, 0)
-    slots = torch.where(is_there, indices[at] * page_size + place % page_size, -1).int()
+    slots = _slots((batch_indices, positions, kv_indptr, kv_indices), keys.shape[2], k.device)
     k_scales, v_scales = scales or (None, None)
     append_kv(k, v, keys, values, k_scales, v_scales, slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Array,
+    append_kpe: Array,
+    batch_indices: Array,
+    positions: Array,
+    ckv_cache: Array,
+    kpe_cache: Array | None,
+    kv_indices: Array,
+    *rest: Array | None,
+    scales: Array | None = None,
+) -> None:
+    """Writes row i of append_ckv [nnz, latent] and append_kpe [nnz, turned] as `append_paged_kv_cache` does, to the
+    caches of `BatchMLAPagedAttentionWrapper.run`, with `scales` also of int8 and float8_e4m3fn; on a CPU or a GPU, for
+    which it waits. `rest`: kv_indptr, and kv_last_page_len, which nothing depends on.
+
+    Raises ValueError for what does not fit, TypeError without kv_indptr."""
+    if not 1 <= len(rest) <= 2 or rest[0] is None:
+        raise TypeError(f"append_paged_mla_kv_cache: kv_indptr and kv_last_page_len are wanted, {len(rest)} are given")
+    latents, turned = anywhere("append_ckv", append_ckv), anywhere("append_kpe", append_kpe)
+    cache = latent_pages(ckv_cache, kpe_cache, (latents.shape[1], turned.shape[1]))
+    slots = _slots((batch_indices, positions, rest[0], kv_indices), cache.shape[2], cache.device)
+    rows, is_there = torch.cat((latents, turned), 1)[:, None], slots >= 0
+    append_rows(rows[is_there], cache, latent_scales(scales, cache), slots[is_there])
+
+
+def _slots(where: tuple[Array, Array, Array, Array], page_size: int, device: torch.device) -> Tensor:
+    """int32 [nnz]: page · page_size + offset of each row, -1: none. where: requests, positions, kv_indptr and
+    kv_indices."""
+    names = ("batch_indices", "positions", "kv_indptr", "kv_indices")
+    request, place, indptr, indices = (ints(name, x, device) for name, x in zip(names, where, strict=True))
+    is_there = (request >= 0) & (place >= 0)
+    at = torch.where(is_there, indptr[request] + place // page_size, 0)
+    return torch.where(is_there, indices[at] * page_size + place % page_size, -1).int()

@@ -96,8 +96,8 @@ def attention(
     for request, kv_len in enumerate(meta.kv_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         pages = meta.page_indices[page_starts[request] : page_starts[request + 1]].long()
-        keys = _tokens(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
-        values = _tokens(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads, : out.shape[-1]]
+        keys = tokens_of(k_cache, k_scales, pages, kv_len, q.shape[-1])[:, heads]
+        values = tokens_of(v_cache, v_scales, pages, kv_len, q.shape[-1])[:, heads, : out.shape[-1]]
         scores = torch.einsum("qhd,khd->hqk", q[first:last, : len(heads)].float(), keys) * meta.scale
         if meta.soft_cap:
             scores = (scores / meta.soft_cap).tanh() * meta.soft_cap
@@ -117,7 +117,7 @@ def attention(
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 
-def _tokens(cache: Tensor, scales: Tensor | None, pages: Tensor, kv_len: int, size: int) -> Tensor:
+def tokens_of(cache: Tensor, scales: Tensor | None, pages: Tensor, kv_len: int, size: int) -> Tensor:
     """The first `kv_len` tokens of these pages as float32 [kv_len, Hkv, d]."""
     held = cache[pages]
     if scales is None:

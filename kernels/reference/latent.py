@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from allspan.kernels.attention_meta import AttentionMeta
 from allspan.kernels.ops import LatentWeights, Rotation
 from allspan.kernels.reference import elementwise
-from allspan.kernels.reference.attention import append_rows, attention
+from allspan.kernels.reference.attention import append_rows, attention, tokens_of
 
 
 def latent_append(
@@ -50,3 +52,19 @@ def latent_attention(
     absorbed[..., width:] = q[..., kept:]
     attention(absorbed, cache, cache, scales, scales, None, meta, mixed)
     out.copy_(torch.einsum("nhl,hel->nhe", mixed.float(), weights.v_up.float()))
+
+
+def log_sums(queries: Tensor, cache: Tensor, scales: Tensor | None, meta: AttentionMeta) -> Tensor:
+    """Returns float32 [n, Hq]: logarithms to base 2 of the sums of the powers of e that the queries of latents [n, Hq,
+    L + rot] of `latent_attention` divide by; -inf where a query sees no token."""
+    found = queries.new_empty(queries.shape[:2], dtype=torch.float32)
+    starts, page_starts = meta.qo_indptr.tolist(), meta.page_indptr.tolist()
+    for request, kv_len in enumerate(meta.kv_lens.tolist()):
+        first, last = starts[request], starts[request + 1]
+        pages = meta.page_indices[page_starts[request] : page_starts[request + 1]].long()
+        keys = tokens_of(cache, scales, pages, kv_len, queries.shape[-1])[:, 0]
+        scores = torch.einsum("qhd,kd->qhk", queries[first:last].float(), keys) * meta.scale
+        places = torch.arange(kv_len, device=queries.device)
+        hidden = places > torch.arange(kv_len - (last - first), kv_len, device=queries.device)[:, None]
+        found[first:last] = scores.masked_fill(hidden[:, None], -torch.inf).logsumexp(-1) / math.log(2)
+    return found

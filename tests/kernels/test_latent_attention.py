@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +12,12 @@ from torch import Tensor
 from allspan.kernels.ops import LatentWeights, Rotation
 from allspan.kernels.table import backends, op_set
 from support.kernel_cases import BF16, F32, I8, Meta, ints, randn, rotary
-from support.latent_cases import F8, QUANTISED_PAGES, latent_case, latents_expanded
+from support.latent_cases import F8, QUANTISED_PAGES, latent_case, latents_absorbed, latents_expanded
 
 FORMATS = {F32: 2e-6, BF16: 5e-3, I8: 5e-3, F8: 5e-3}
 """How far the norm may be off what float64 gives of the same pages."""
+LONG_FORMATS = {BF16: 5e-3, F8: 2e-2}
+RELEASED = (512, 128, 64, 128)
 NATIVE = [name for name in backends() if name.startswith("cpu/")]
 LENGTHS = [(1, 1), (1, 33), (3, 514), (1, 17), (0, 0), (70, 70), (3, 2743)]
 """(new tokens, tokens in the cache) of each request."""
@@ -54,15 +59,31 @@ def test_rows_of_eight_bit_floats_have_a_scale_and_keep_what_e4m3_keeps(backend:
     assert (off <= (rows[sound, 0].abs() / 16).maximum(scale[sound, None] / 1024) * 1.001).all()
 
 
-@pytest.mark.parametrize(
-    "heads", [16, pytest.param(64, marks=pytest.mark.nightly), pytest.param(128, marks=pytest.mark.nightly)]
-)
-def test_heads_of_released_models(heads: int) -> None:
-    lengths = [(3, 2743), (1, 8736), (1, 33)] if heads > 16 else [(3, 514), (1, 33)]
-    arguments = latent_case(heads, (512, 128, 64, 128), 64, BF16, lengths)
+def test_heads_of_released_models() -> None:
+    arguments = latent_case(16, RELEASED, 64, BF16, [(3, 514), (1, 33)])
     op_set("auto", 2).latent_attention(*arguments)
     expected = latents_expanded(arguments)
     assert float((arguments[-1] - expected).norm() / expected.norm()) < FORMATS[BF16]
+    assert float((latents_absorbed(arguments) - expected).norm() / expected.norm()) < 1e-12
+
+
+def long_cases() -> list[Any]:
+    """One of every format on the best backend, the others in the night."""
+    cases = []
+    for backend, heads, page, dtype in itertools.product(backends(), (16, 64, 128), (16, 32, 64), LONG_FORMATS):
+        is_quick = (backend, heads, page) == (backends()[0], 16, 32)
+        cases.append(pytest.param(backend, heads, page, dtype, marks=() if is_quick else pytest.mark.nightly))
+    return cases
+
+
+@pytest.mark.parametrize(("backend", "heads", "page", "dtype"), long_cases())
+def test_long_contexts_of_released_models(backend: str, heads: int, page: int, dtype: torch.dtype) -> None:
+    for new in (1, 3):
+        requests = [(min(new, length), length) for length in (0, 1, 33, 514, 2743, 8736, 17)]
+        arguments = latent_case(heads, RELEASED, page, dtype, requests)
+        op_set(backend, 2).latent_attention(*arguments)
+        expected = latents_absorbed(arguments)
+        assert float((arguments[-1] - expected).norm() / expected.norm()) < LONG_FORMATS[dtype], new
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["float32", "bfloat16", "int8", "fp8"])
