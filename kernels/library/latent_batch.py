@@ -275,7 +275,7 @@ class _Cpu:
     def __init__(self, step: _Step, ops: OpSet) -> None:
         self.step, self._ops = step, ops
         self._rows: Tensor | None = None
-        """Those that see a token, where these are not all."""
+        """Rows of the queries that see a token, where not all do."""
         heads, table = torch.zeros(step.heads, dtype=torch.int32), step.table
         if step.is_causal and (step.counts <= step.lengths).all():
             tables = step.qo_indptr, table.indptr, table.indices, table.kv_lens
