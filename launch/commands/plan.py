@@ -151,6 +151,7 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
         f"  memory available           {size(plan['available_bytes'])}{' on a GPU' if gpus else ''}",
         *([f"  buffers of a rank's steps  {size(plan['ranks'][0]['step_bytes'])}"] if gpus else []),
         f"  KV cache size              {plan['num_tokens']:,} tokens ({counted(plan['num_pages'], 'page')})",
+        f"  KV cache of a token        {size(_token_kv_bytes(plan))} on a rank",
         f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens "
         f"({counted(plan['host_pages'], 'page')})",
         f"  context of a request       {plan['max_model_len']:,} tokens",
@@ -164,6 +165,11 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
     if plan["refusal"]:
         lines += ["", f"  does not fit: {plan['refusal']}"]
     return "\n".join(lines)
+
+
+def _token_kv_bytes(plan: dict[str, Any]) -> float:
+    """Returns what the cache of the rank that holds most keeps for a token."""
+    return float(max(rank["kv_bytes_per_page"] for rank in plan["ranks"]) / plan["page_size"])
 
 
 def _hosts(plan: dict[str, Any], cost: LinkCost | None) -> list[str]:
