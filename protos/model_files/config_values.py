@@ -33,9 +33,10 @@ _ROPE = ("rope_scaling", "rope_parameters")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 
-def size_of(key: str, value: object, source: str) -> int:
-    """A positive integer up to the key's limit. Raises CheckpointError naming file, key, value and limit."""
-    most = CONFIG_SIZES.get(key, MAX_SIZE)
+def size_of(key: str, value: object, source: str, most: int | None = None) -> int:
+    """A positive integer up to `most`, or else the key's limit. Raises CheckpointError naming file, key, value and
+    limit."""
+    most = CONFIG_SIZES.get(key, MAX_SIZE) if most is None else most
     if type(value) is not int or value < 1:
         raise CheckpointError(f"{source}: {key} must be a positive integer, got {shown(value)} (at most {most})")
     if value > most:

@@ -15,6 +15,7 @@ from allspan.worker.models.foreign.common import model_spec, read_context, read_
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.foreign.experts import (
     EXPERT_GGUF_KEYS,
+    MOST_EXPERTS,
     expert_entries,
     expert_spellings,
     mixed,
@@ -89,8 +90,15 @@ def _spec(config: ForeignConfig, family: str, router: RouterSpec, has_choice_bia
     if config.get("moe_layer_freq") not in (None, 1):
         raise config.error(f"moe_layer_freq {shown(config.get('moe_layer_freq'))} is not supported (supported: 1)")
     rotary, norms = read_rotary(config, _CONTEXT), Norms(read_norm(config))
-    width, count = config.size("moe_intermediate_size"), config.size("num_hidden_layers")
-    shared = SharedExpert(config.size("n_shared_experts") * width) if config.get("n_shared_experts") else None
+    width, count = (
+        config.size("moe_intermediate_size", most=CONFIG_SIZES["intermediate_size"]),
+        config.size("num_hidden_layers"),
+    )
+    shared = (
+        SharedExpert(config.size("n_shared_experts", most=MOST_EXPERTS) * width)
+        if config.get("n_shared_experts")
+        else None
+    )
     sparse = Moe(read_num_experts(config), width, router, shared, has_choice_bias=has_choice_bias)
     first = config.size("first_k_dense_replace") if config.get("first_k_dense_replace") else 0
     attention = _attention(config, rotary)
@@ -119,10 +127,7 @@ def _attention(config: ForeignConfig, rotary: RotarySpec) -> Mla:
 
 
 def _size(config: ForeignConfig, name: str) -> int:
-    size, most = config.size(name), CONFIG_SIZES["head_dim"]
-    if size > most:
-        raise config.error(f"{name} is {size}, must be at most {most}")
-    return size
+    return config.size(name, most=CONFIG_SIZES["head_dim"])
 
 
 def _score_scale(config: ForeignConfig) -> float:

@@ -28,12 +28,12 @@ class ForeignConfig:
         """The same config with these values instead."""
         return ForeignConfig({**self._values, **values}, self.source)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer, up to the limit of its kind (`allspan.protos.model_files.limits`)."""
+    def size(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """A positive integer, up to `most`, or else the limit of its kind (`allspan.protos.model_files.limits`)."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        return size_of(key, value, self.source)
+        return size_of(key, value, self.source, most)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number, up to the limit of its kind."""

@@ -33,10 +33,7 @@ _GATING = {"softmax": 1, "sigmoid": 2, "softmax_of_chosen": 3}
 
 def read_num_experts(config: ForeignConfig) -> int:
     """The experts of a layer, under the usual key `num_experts`."""
-    count = config.size("num_experts")
-    if count > MOST_EXPERTS:
-        raise config.error(f"num_experts is {count}, must be at most {MOST_EXPERTS}")
-    return count
+    return config.size("num_experts", most=MOST_EXPERTS)
 
 
 def read_router(
