@@ -80,6 +80,8 @@ def _parts(name: str, values: np.ndarray, model: Any, row: FamilyRow) -> dict[st
     if row.key_rows and "kv_b_proj" in name:
         heads = values.reshape(model.config.num_attention_heads, -1, values.shape[1])
         keys, held = heads[:, : row.key_rows].swapaxes(1, 2), heads[:, row.key_rows :]
+        if row.is_flat:
+            keys, held = keys.reshape(-1, keys.shape[2]), held.reshape(-1, held.shape[2])
         return {name.replace("kv_b", "k_b"): keys, name.replace("kv_b", "v_b"): held}
     if not name.endswith("experts.gate_up_proj"):
         return {name + (".weight" if name.endswith("experts.down_proj") else ""): values}

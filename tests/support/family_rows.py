@@ -44,6 +44,8 @@ class FamilyRow:
     """How much larger norms are in the GGUF file than in the folder."""
     key_rows: int = 0
     """The rows of keys of each head in kv_b_proj, where the GGUF file has keys, transposed, and values apart."""
+    is_flat: bool = False
+    """Whether it has them in two dimensions, the heads' rows below each other."""
     tensors: Mapping[str, list[float]] = field(default_factory=dict)
     """Further tensors of the GGUF file."""
 

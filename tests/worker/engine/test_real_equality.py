@@ -94,7 +94,7 @@ def test_a_pool_that_preempts_all_the_time_gives_the_tokens_of_an_endless_one(ti
     assert_all_pools_agree(tiny, kv)
 
 
-@pytest.mark.parametrize("kv", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8", "uint4", "fp8"])
 def test_pages_of_latents_are_shared_freed_and_moved_as_others_are(latent, kv):
     assert_all_pools_agree(latent, kv)
 
