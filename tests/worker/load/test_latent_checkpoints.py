@@ -108,6 +108,31 @@ def test_halves_of_split_tensors_that_do_not_fit_are_refused(
         check_tensors(LatentGgufFile(tmp_path / "model.gguf"), expected, ())
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"attention.key_length_mla": 8}, "attention.key_length_mla 8 must be greater than rope.dimension_count 8"),
+        ({"attention.key_length_mla": 0}, r"attention.key_length_mla must be a positive .* got 0 \(at most 8192\)"),
+        ({"attention.value_length_mla": 9000}, "attention.value_length_mla is 9000, must be at most 8192"),
+        ({"attention.kv_lora_rank": 31}, r"'blk.0.attn_kv_a_mqa.weight' has shape \[40, 64\], expected \[39, 64\]"),
+        ({"expert_gating_func": 1}, r"'blk.[12].exp_probs_b.bias' is not part of the model"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 16}
+            | {"rope.scaling.yarn_log_multiplier": -1.0},
+            "mscale_all_dim must be a positive number",
+        ),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused_by_name(
+    metadata: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    name, key_rows, own = FILES["sigmoid"]
+    row = FamilyRow(MODELS[name][0], gguf="deepseek2", metadata=_HEADS | _EXPERTS | own | metadata, key_rows=key_rows)
+    save_family_gguf(tmp_path / "model.gguf", save_latent(tmp_path, name), row)
+    with pytest.raises(CheckpointError, match=message):
+        logits_on_ranks(tmp_path / "model.gguf", 1, [IDS], backend="cpu")
+
+
 def test_blocks_of_fp8_may_end_within_a_latent_and_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The rows of kv_a that turn are of two blocks, and come in another order; kv_b is held as floats. On CPUs all
     are, which a line of the log says; on GPUs the others stay in fp8."""

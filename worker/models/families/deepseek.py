@@ -34,6 +34,8 @@ _EPSILON = 1e-20
 _GROUP_METHODS = "greedy", "group_limited_greedy"
 _GGUF = "gguf_sliding_window"
 """A key that configs of GGUF files have."""
+_KEY_MLA, _VALUE_MLA, _VALUE = "attention.key_length_mla", "attention.value_length_mla", "attention.value_length"
+"""Metadata of GGUF files that no config.json has, under its own names."""
 _SIGMOID = 2
 """`expert_gating_func` of a sigmoid router."""
 _SIZES = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
@@ -67,11 +69,13 @@ def _deepseek_v3(config: ForeignConfig) -> ModelSpec:
 def _from_gguf(config: ForeignConfig) -> ForeignConfig:
     """With the sizes of heads, which new files say beside those of the absorbed form, and YaRN's `mscale_all_dim`, of
     which files have the tenth part."""
-    key, turned = _size(config, "gguf_key_length" if config.has("gguf_key_length") else "head_dim"), "qk_rope_head_dim"
-    if key <= config.size(turned):
-        raise config.error(f"attention.key_length {key} must be greater than rope.dimension_count {config.get(turned)}")
-    value = "gguf_value_length_mla" if config.has("gguf_value_length_mla") else "gguf_value_length"
-    changes: dict[str, Any] = {"qk_nope_head_dim": key - config.size(turned), "v_head_dim": config.size(value)}
+    key_name = _KEY_MLA if config.has(_KEY_MLA) else "head_dim"
+    key, turned = _size(config, key_name), _size(config, "qk_rope_head_dim")
+    if key <= turned:
+        name = key_name if key_name == _KEY_MLA else "attention.key_length"
+        raise config.error(f"{name} {key} must be greater than rope.dimension_count {turned}")
+    value = _size(config, _VALUE_MLA if config.has(_VALUE_MLA) else _VALUE)
+    changes: dict[str, Any] = {"qk_nope_head_dim": key - turned, "v_head_dim": value}
     if config.size("n_group", 1) > 1:
         changes["topk_method"] = _GROUP_METHODS[1] if config.get("gguf_gating") != _SIGMOID else None
     scaling = config.section("rope_scaling")
@@ -164,9 +168,7 @@ DEEPSEEK_V2 = Family(
         **EXPERT_GGUF_KEYS,
         "attention.q_lora_rank": "q_lora_rank",
         "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.key_length_mla": "gguf_key_length",
-        "attention.value_length_mla": "gguf_value_length_mla",
-        "attention.value_length": "gguf_value_length",
+        **{key: key for key in (_KEY_MLA, _VALUE_MLA, _VALUE)},
         "rope.dimension_count": "qk_rope_head_dim",
     },
     gguf_values={"q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": None},
