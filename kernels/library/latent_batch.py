@@ -306,6 +306,11 @@ class _Cpu:
         cache, scales = pages
         if cache.device.type != "cpu":
             raise ValueError(f"ckv_cache: is on {cache.device}, the wrapper's workspace buffer on the CPU")
+        if not cache.is_contiguous():
+            raise ValueError(
+                f"ckv_cache: rows of {cache.shape[3]} in strides {cache.stride()} do not lie one after the other, as "
+                "CPUs' kernels want them; give a cache of these rows alone, or a copy"
+            )
         queries = torch.cat((q, turned), 2).float()
         if self._rows is not None:
             queries = queries[self._rows]

@@ -55,7 +55,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "v3, halves": (
         "deepseek_v3",
-        {"n_group": 1, "topk_group": 1, "rope_interleave": False, "first_k_dense_replace": 2},
+        {"n_group": 1, "topk_group": 1, "rope_interleave": False, "first_k_dense_replace": 2, "q_lora_rank": None},
     ),
     "v3, wide": (
         "deepseek_v3",

@@ -171,6 +171,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ((views[0],), r"ckv_cache: \(\d+, 16, 64\) is not \[pages, page_size, 80\]"),
         ((views[0], views[0]), r"kpe_cache: \(\d+, 16, 64\) is not \[pages, page_size, 16\]"),
         ((both[:, :8],), "ckv_cache: pages of 8 tokens are not plan's 16"),
+        ((torch.cat((step.cache, step.cache), 1)[:, :1],), "ckv_cache: rows of 80 in strides .* one after the other"),
         ((step.cache.to(I8),), "scales: pages of torch.int8 have float32 .* none are given"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -26,6 +26,18 @@ def test_logits_equal_transformers_on_any_number_of_ranks(name: str, tmp_path: P
     assert spec_of(spec_json(spec)) == spec
 
 
+def test_the_bias_of_a_choice_changes_the_experts(tmp_path: Path) -> None:
+    """Else the models above would show nothing of it."""
+    model = save_latent(tmp_path, "v3")
+    expected = reference_logits(model, IDS)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.mul_(0.0 if "correction_bias" in name else 1.0)
+    assert relative_error(reference_logits(model, IDS), expected) > 0.1
+    model.save_pretrained(tmp_path)
+    assert relative_error(logits_on_ranks(tmp_path, 1, [IDS], backend="cpu")[0], expected) > 0.1
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "int8", "uint4", "fp8"])
 def test_a_prompt_in_chunks_and_among_others_gets_the_same_bits(dtype: Any, tmp_path: Path) -> None:
     """Chunks that end within a page, at its end and behind it."""
