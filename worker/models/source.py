@@ -93,7 +93,7 @@ class PieceSource:
 
     def order(self, part: int) -> Tensor:
         name, _ = self._find(part, range(0))
-        return self._quantised(name).order(name)
+        return self._quantised(name).order(name, self.expert)
 
     def _quantised(self, name: str) -> QuantisedCheckpoint:
         if not hasattr(self.checkpoint, "fields"):

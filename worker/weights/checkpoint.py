@@ -54,8 +54,9 @@ class QuantisedCheckpoint(Checkpoint, Protocol):
         """Codes, scales and offsets, on `device`, which unpacks them: see
         `allspan.worker.weights.quantised_matrix.QuantisedMatrix.fields`. Rows as in `BlockCheckpoint.blocks`."""
 
-    def order(self, name: str) -> Tensor:
-        """int32 [in]: the inputs in the order in which `fields` has them."""
+    def order(self, name: str, expert: int) -> Tensor:
+        """int32 [in]: the inputs in the order in which `fields` has them; where a tensor has a matrix for each expert,
+        this one's."""
 
 
 def draft_layers(names: Collection[str], count: int) -> tuple[str, ...]:

@@ -123,8 +123,8 @@ class QuantisedFolder:
         fields = self._near[2].fields(range(rows.start, rows.stop), inputs)
         return {field: values[:: rows.step] for field, values in fields.items()}
 
-    def order(self, name: str) -> Tensor:
-        return self._matrices[name].order()
+    def order(self, name: str, expert: int) -> Tensor:
+        return self._matrices[name].order(expert)
 
     def release(self) -> None:
         self._near = None

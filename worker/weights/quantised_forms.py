@@ -8,6 +8,8 @@
 | weight_packed, weight_shape, weight_scale, weight_zero_point, weight_g_idx | compressed-tensors, `pack-quantized` |
 | qweight, qzeros, scales, g_idx | GPTQ |
 | qweight, qzeros, scales | AWQ (`gemm`) |
+
+Any of them may have one dimension more in front, the experts of a layer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from allspan.worker.weights.quantised_matrix import (
     GptqMatrix,
     QuantisedMatrix,
     ScaledMatrix,
+    StackedMatrix,
     WordMatrix,
     in_groups,
 )
@@ -49,9 +52,12 @@ def quantised_matrix(tensors: Mapping[str, Tensor], config: Config) -> Quantised
     for alternatives in _ALTERNATIVES:
         if len(there := [each for each in alternatives if each in tensors]) > 1:
             raise ValueError(f"it has both {there[0]} and {there[1]}: remove one of them")
-    if "weight_packed" in tensors:
+    codes = next((each for each in _ALTERNATIVES[0] if each in tensors), "weight")
+    if tensors[codes].ndim == 3:
+        return _stacked(tensors, codes, config)
+    if codes == "weight_packed":
         return _packed(tensors, config)
-    if "qweight" not in tensors:
+    if codes == "weight":
         return _scaled(tensors, config)
     is_awq = config.get("quant_method", config.get("quant_type")) == "awq"
     return _awq(tensors, config) if is_awq else _gptq(tensors, config)
@@ -66,8 +72,6 @@ def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
         raise ValueError(f"weights are {weight.dtype}, which is not supported ({', '.join(map(str, names))})")
     if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):  # exponents of powers of two
         scale = scale.view(torch.float8_e8m0fnu).float()
-    if weight.ndim == 3:
-        return _stacked(names[weight.dtype], weight, scale, _block(config))
     outputs, inputs = weight.shape
     block = _block(config)
     if scale.numel() == 1:
@@ -79,39 +83,49 @@ def _scaled(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:
     elif scale.ndim == 2 and scale.shape[0] == outputs:
         tall, group = 1, _group(inputs, scale.shape[1], config)
     else:
-        raise ValueError(_misfit("for all", weight, scale, block))
+        raise ValueError(_misfit(weight, scale, block))
     zero = None if zero is None else zero.reshape(scale.shape)
     return ScaledMatrix(names[weight.dtype], (outputs, inputs), group, None, weight, scale, tall, zero)
 
 
-def _misfit(one: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> str:
+def _misfit(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> str:
     """What is wrong with the shape of these scales, and which one blocks would have."""
-    text = f"the scales are neither one {one}, nor for each output, nor for blocks of {block}"
+    text = f"the scales are neither one for all, nor for each output, nor for blocks of {block}"
     if block is None:
         return text
-    *experts, outputs, inputs = weight.shape
-    expected = [*experts, -(-outputs // block[0]), -(-inputs // block[1])]
+    expected = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
     return f"{text}: they have shape {list(scale.shape)}, where blocks have {expected}"
 
 
-def _stacked(name: str, weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> QuantisedMatrix:
-    """The matrices of all experts, [experts, out, in], with scales [experts, groups of outputs, groups of inputs]: one
-    for a matrix, for each output or for blocks; of gate and up in one, one for each of the two, too."""
-    experts, outputs, inputs = weight.shape
-    if scale.numel() in (1, experts):
-        scale = scale.reshape(-1, 1, 1).expand(experts, 1, 1)
-    elif scale.ndim == 2 and len(scale) == experts:
-        scale = scale.unsqueeze(2)
-    tall = {1: outputs, 2: -(-outputs // 2), outputs: 1}.get(scale.shape[1] if scale.ndim == 3 else 0, 0)
-    group = -1
-    if block is not None and scale.shape == (experts, -(-outputs // block[0]), -(-inputs // block[1])):
-        tall, group = block
-    elif not tall or len(scale) != experts or scale.shape[2] != 1:
-        raise ValueError(_misfit("an expert", weight, scale, block))
-    scale = scale.reshape(-1, scale.shape[2])
-    return ScaledMatrix(
-        name, (experts * outputs, inputs), group, None, weight.flatten(0, 1), scale, tall, None, experts
-    )
+def _stacked(tensors: Mapping[str, Tensor], codes: str, config: Config) -> QuantisedMatrix:
+    """The matrices of all experts, whose `codes` have the experts in front."""
+    experts = len(tensors[codes])
+    every = {suffix: _of_each(suffix, tensor, tensors[codes], config) for suffix, tensor in tensors.items()}
+    for suffix, tensor in every.items():
+        if tensor.shape[:1] != (experts,):
+            raise ValueError(f"{suffix} is not of {experts} experts, as {codes} is")
+    matrices = []
+    for expert in range(experts):
+        try:
+            matrices.append(quantised_matrix({suffix: each[expert] for suffix, each in every.items()}, config))
+        except (ValueError, KeyError) as error:
+            lack = "it has no " if isinstance(error, KeyError) else ""
+            raise ValueError(f"expert {expert}: {lack}{error}") from error
+    return StackedMatrix.of(matrices)
+
+
+def _of_each(suffix: str, tensor: Tensor, codes: Tensor, config: Config) -> Tensor:
+    """With the experts in front what all of them share: a scale or a shape. Of gate above up each may have a scale,
+    which is given to its outputs."""
+    experts, outputs = codes.shape[:2]
+    if suffix == "weight_shape" and tensor.ndim == 1:
+        return tensor[-2:].expand(experts, -1)
+    if suffix in _ALTERNATIVES[1] and tensor.numel() == 1:
+        return tensor.reshape(1).expand(experts)
+    if suffix in _ALTERNATIVES[1] and tensor.numel() == 2 * experts and _block(config) is None:
+        halves = tensor.reshape(experts, 2, 1).expand(experts, 2, -(-outputs // 2))
+        return halves.reshape(experts, -1)[:, :outputs]
+    return tensor
 
 
 def _packed(tensors: Mapping[str, Tensor], config: Config) -> QuantisedMatrix:

@@ -58,8 +58,8 @@ class QuantisedMatrix(ABC):
         """`shape`, or [experts, out, in] of matrices that are one tensor."""
         return self.shape
 
-    def order(self) -> Tensor:
-        """int32 [in]: the inputs, group by group."""
+    def order(self, expert: int = 0) -> Tensor:
+        """int32 [in]: the inputs, group by group; of this expert's matrix, where those of all are one tensor."""
         order = torch.arange(self.shape[1]) if self.group_of is None else self.group_of.argsort(stable=True)
         return order.int()
 
@@ -102,13 +102,6 @@ class ScaledMatrix(QuantisedMatrix):
     tall: int
     zero: Tensor | None
     """int8, like `scale`; None: 0."""
-    experts: int = 0
-    """Matrices that lie below each other, each with scales of its own; 0: it is one matrix."""
-
-    @property
-    def dimensions(self) -> tuple[int, ...]:
-        outputs, inputs = self.shape
-        return (self.experts, outputs // self.experts, inputs) if self.experts else self.shape
 
     def codes(self, rows: range, inputs: range) -> Tensor:
         codes = self.weight.view(torch.uint8)[rows.start : rows.stop, inputs.start : inputs.stop]
@@ -123,11 +116,7 @@ class ScaledMatrix(QuantisedMatrix):
         return torch.full_like(self.scales(rows), 128) if self.zero is None else self._of(self.zero, rows).float() + 128
 
     def _of(self, numbers: Tensor, rows: range) -> Tensor:
-        row = torch.arange(rows.start, rows.stop, device=numbers.device)
-        if not self.experts:
-            return numbers[row // self.tall]
-        each = self.shape[0] // self.experts
-        return numbers[row // each * (len(numbers) // self.experts) + row % each // self.tall]
+        return numbers[torch.arange(rows.start, rows.stop, device=numbers.device) // self.tall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +201,60 @@ class AwqMatrix(QuantisedMatrix):
         words, first = _words(rows, 8)
         codes = unpacked(packed[:, words], 4)[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
         return codes[:, first : first + len(rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMatrix(QuantisedMatrix):
+    """The matrices of all experts, of one shape each, which lie below each other. Rows are counted through all of them,
+    and those asked for are one expert's."""
+
+    matrices: tuple[QuantisedMatrix, ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[QuantisedMatrix]) -> StackedMatrix:
+        first = matrices[0]
+        outputs, inputs = first.shape
+        return cls(first.name, (len(matrices) * outputs, inputs), first.group, None, tuple(matrices))
+
+    @property
+    def kind(self) -> str:
+        return joint_kind([each.kind for each in self.matrices])
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        return len(self.matrices), *self.matrices[0].shape
+
+    def order(self, expert: int = 0) -> Tensor:
+        return self.matrices[expert].order()
+
+    def to(self, device: torch.device) -> Self:
+        return dataclasses.replace(self, matrices=tuple(each.to(device) for each in self.matrices))
+
+    def codes(self, rows: range, inputs: range) -> Tensor:
+        matrix, own = self._of(rows)
+        return matrix.codes(own, inputs)
+
+    def scales(self, rows: range) -> Tensor:
+        matrix, own = self._of(rows)
+        return matrix.scales(own)
+
+    def zeros(self, rows: range) -> Tensor | None:
+        matrix, own = self._of(rows)
+        return matrix.zeros(own)
+
+    def floats(self, rows: range, inputs: range) -> Tensor:
+        matrix, own = self._of(rows)
+        return matrix.floats(own, inputs)
+
+    def fields(self, rows: range, inputs: range) -> dict[str, Tensor]:
+        matrix, own = self._of(rows)
+        return matrix.fields(own, inputs)
+
+    def _of(self, rows: range) -> tuple[QuantisedMatrix, range]:
+        """The matrix that has these rows, and their numbers in it."""
+        each = self.matrices[0].shape[0]
+        expert = min(rows.start // each, len(self.matrices) - 1)
+        return self.matrices[expert], range(rows.start - expert * each, rows.stop - expert * each)
 
 
 def joint_kind(kinds: Sequence[str]) -> str:
