@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Weights:
         self.is_loaded = True
         self._capabilities = open_backend(config.device).capabilities
         self._model = model
-        self._config = config
+        self._config = replace(config, expert_load="")  # the model knows where its experts are: the file may be gone
         self._cache = cache
         self._collectives = collectives
         self._pages = tuple(pages)

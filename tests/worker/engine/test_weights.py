@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +58,8 @@ class Steps:
 class Ranks:
     """A world of which each rank has a copy of the checkpoint of its own."""
 
-    def __init__(self, source: Path, folder: Path, size: int = 2, is_gpu: bool = False) -> None:
-        self.is_gpu = is_gpu
+    def __init__(self, source: Path, folder: Path, size: int = 2, is_gpu: bool = False, **settings: Any) -> None:
+        self.is_gpu, self.settings = is_gpu, settings
         self.steps = [Steps() for _ in range(size)]
         self.world = ThreadWorld(size)
         self.folders = [Path(shutil.copytree(source, folder / str(rank))) for rank in range(size)]
@@ -92,7 +94,7 @@ class Ranks:
         self.world.run(lambda rank: self.weights[rank].unload())
 
     def _load(self, rank: int) -> tuple[Model, Weights]:
-        config = ModelConfig(path=str(self.folders[rank]), name="tiny")
+        config = ModelConfig(path=str(self.folders[rank]), name="tiny", **self.settings)
         collectives = self.world.collectives[rank]
         model = load_model(config, collectives, op_set("reference"), 16, 16, cache=CACHE)
         kv = KVCache(model.cache_groups[0].spec, 8)
@@ -140,6 +142,21 @@ def test_blocks_of_a_gguf_file_are_read_again_and_those_of_other_types_are_refus
     assert said[0] == said[1]
     assert "its tensors are of other types" in said[0]
     assert ranks.have_the_first_weights()
+
+
+def test_experts_placed_by_a_file_are_read_again_without_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny", "qwen2_moe")
+    loads, count = tmp_path / "loads.json", json.loads((tmp_path / "tiny" / "config.json").read_text())["num_experts"]
+    tokens = [{"layer": layer, "tokens": [(expert * 5) % count for expert in range(count)]} for layer in range(2)]
+    loads.write_text(json.dumps(tokens))
+    ranks = Ranks(tmp_path / "tiny", tmp_path / "ranks", enable_expert_parallel=True, expert_load=str(loads))
+    assert ranks.models[0].holding.placements[0].groups[0] != tuple(range(count // 2))
+    loads.unlink()
+    ranks.unload()
+    assert not ranks.have_the_first_weights(), "nothing was given back: the test is void"
+    assert ranks.reload() == ["", ""]
+    assert ranks.have_the_first_weights()
+    assert ranks.weights[1].checkpoint().names()
 
 
 @pytest.mark.parametrize("unloaded", [False, True])
