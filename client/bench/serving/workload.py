@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from allspan.client.bench.benchmark import at_least
+from allspan.client.bench.serving.trace_file import read_trace
 from allspan.protos.api.errors import ConfigError
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "trace")
@@ -32,7 +33,7 @@ class WorkloadConfig:
     """Sets what is sent: random prompts ("random"), groups of prompts that share a prefix ("prefix_repetition"),
     conversations of --dataset-path ("sharegpt"), or arrivals and lengths of --dataset-path ("trace")."""
     dataset_path: str = ""
-    """Names the file for sharegpt (JSON) or trace (one JSON object on each line)."""
+    """Names the file for sharegpt (JSON) or trace (one JSON object on each line, or CSV)."""
     num_prompts: int = 100
     """Sends this many requests, at most as many as the file of --dataset-path holds."""
     request_rate: float = math.inf
@@ -61,7 +62,7 @@ class WorkloadConfig:
     """Sets the new tokens of every request from a file of conversations; 0 takes the length of the answer in the file
     (counted as four characters per token)."""
     trace_speedup: float = 1.0
-    """Replays a trace this many times as fast as it was recorded."""
+    """Replays a trace this many times as fast as it was recorded; inf sends all at once."""
     seed: int = 0
     """Seeds the generator of prompts, lengths and arrivals."""
 
@@ -165,28 +166,13 @@ def _sharegpt(config: WorkloadConfig, draw: random.Random) -> Iterator[tuple[Pro
 
 
 def _trace(config: WorkloadConfig, draw: random.Random) -> Iterator[Item]:
-    """Lines of Mooncake's traces (`timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` of blocks of
-    512 tokens) or of BurstGPT's as JSON (`Timestamp` in seconds, `Request tokens`, `Response tokens`)."""
+    """Made-up prompts of the lengths of a file, at its moments; blocks of one name are equal."""
     blocks: dict[int, list[int]] = {}
-    first: float | None = None
-    lines = [line for line in _read(config.dataset_path).splitlines() if line.strip()][: config.num_prompts]
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            if "timestamp" in entry:
-                at, size, output_len = entry["timestamp"] / 1000, entry["input_length"], entry["output_length"]
-            else:
-                at, size, output_len = (entry[key] for key in ("Timestamp", "Request tokens", "Response tokens"))
-            hashes: Sequence[Any] = entry.get("hash_ids", ())
-            known = [_block(config.seed, blocks, int(name)) for name in hashes[: size // BLOCK_TOKENS]]
-            prompt = [token for block in known for token in block]
-            prompt += _ids(draw, max(int(size), 1) - len(prompt))
-            first = float(at) if first is None else first
-            yield Item(max(0.0, (float(at) - first) / config.trace_speedup), prompt, max(int(output_len), 1))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"--dataset-path {config.dataset_path}, line {number}: {error!r}") from None
-    if first is None:
-        raise ConfigError(f"--dataset-path {config.dataset_path} is empty")
+    for request in read_trace(config.dataset_path, config.num_prompts):
+        known = request.blocks[: request.input_len // BLOCK_TOKENS]
+        prompt = [token for name in known for token in _block(config.seed, blocks, name)]
+        prompt += _ids(draw, request.input_len - len(prompt))
+        yield Item(request.at / config.trace_speedup, prompt, request.output_len)
 
 
 def _block(seed: int, blocks: dict[int, list[int]], name: int) -> list[int]:

@@ -78,6 +78,21 @@ def test_a_burstgpt_trace_is_read(tmp_path: Path) -> None:
     assert (item.at, len(item.prompt), item.output_len) == (0.0, 5, 2)
 
 
+def test_traces_of_azure_and_burstgpt_are_read_as_csv(tmp_path: Path) -> None:
+    azure, burst = tmp_path / "azure.csv", tmp_path / "burst.csv"
+    azure.write_text(
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 23:59:59.5000000,374,44\r\n"
+        "2023-11-17 00:00:01.5000000,39,0\r\n2023-11-17 00:00:09,5,5\r\n",
+        encoding="utf-8",
+    )
+    burst.write_text('Timestamp,Model,Request tokens,Response tokens\n3.5,"a, b",374,44\n\n5.5,x,39.0,1\n')
+    for path in (azure, burst):
+        settings = {"dataset_name": "trace", "dataset_path": str(path), "num_prompts": 2}
+        items = workload(WorkloadConfig(**settings))
+        assert [(item.at, len(item.prompt), item.output_len) for item in items] == [(0.0, 374, 44), (2.0, 39, 1)]
+        assert {item.at for item in workload(WorkloadConfig(**settings, trace_speedup=math.inf))} == {0.0}
+
+
 def test_conversations_bring_their_first_turn_and_the_length_of_the_answer(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     turns = [{"from": "human", "value": "Hello there"}, {"from": "gpt", "value": "x" * 80}, {"value": "more"}]
@@ -112,7 +127,16 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty"), ('{"timestamp": 1}', "line 1: KeyError"), ("[]", "line 1: TypeError"), ("{", "line 1: JSON")],
+    [
+        ("", "is empty"),
+        ('{"timestamp": 1}', "line 1: KeyError"),
+        ("[]", "line 1: (Attribute|Type|Key)Error"),
+        ("{", "line 1: JSON"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "is empty"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5", "line 2: KeyError.'GeneratedTokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n\n2023-11-99 18:15:46,5,5", "line 3: ValueError.'day is out"),
+        ("when,tokens\n1,2", "line 2: KeyError.'timestamp or Timestamp or TIMESTAMP'"),
+    ],
 )
 def test_a_file_that_is_no_trace_is_refused_by_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "t"
