@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import ACTIVATIONS, Routing
+from allspan.kernels.ops import ACTIVATIONS, OpSet, Routing
 from allspan.kernels.packed_spec import FORMATS, PackedSpec
 from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.reference.experts import choose
@@ -285,6 +285,28 @@ def test_a_token_gets_the_same_bits_alone_as_among_others(backend: str, name: st
     for own in (slice(0, 1), slice(3, 5), slice(7, 24), slice(39, 40)):
         for part, all_rows in zip(run(own), whole, strict=True):
             assert torch.equal(part, all_rows[own])
+
+
+@pytest.mark.parametrize("name", ["bf16", "q8_0"])
+@pytest.mark.parametrize("backend", CPU_VARIANTS)
+def test_sums_have_the_same_bits_for_any_number_of_tokens(backend: str, name: str) -> None:
+    """Of one and two tokens threads read longer stretches of an expert than of more."""
+    most, inputs, features, top_k, places = 129, 64, 1100, 3, 6
+    spec = spec_of(name, name if name == "bf16" else "a8", (features,), inputs)
+    generator, ops = torch.Generator().manual_seed(6), op_set(backend, 2)
+    weight, bias = experts_of(spec, places), torch.randn(places, features, generator=generator)
+    logits, mlp = torch.randn(most, places, generator=generator), torch.randn(most, top_k, inputs, generator=generator)
+
+    def run(count: int, kernels: OpSet = ops) -> Tensor:
+        routing, total = empty_routing(count, top_k, places), torch.zeros(count, features)
+        ops.route(logits[:count].contiguous(), None, everywhere(places), RouterSpec(top_k), routing, None)
+        kernels.expert_sum(mlp[:count].contiguous(), weight, bias, spec, routing, False, total)
+        return total
+
+    whole = run(most)
+    for count in (*range(1, 34), 127, 128):
+        assert torch.equal(run(count), whole[:count]), f"{count} tokens"
+    torch.testing.assert_close(run(2), run(2, op_set("reference")), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("backend", VARIANTS)

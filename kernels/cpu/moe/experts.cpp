@@ -11,6 +11,7 @@ constexpr int64_t kMostRows = 128;             // of a tile
 constexpr int64_t kAlone = 2;                  // so few tokens every thread packs for itself
 constexpr int64_t kRowBlockBytes = 512 << 10;  // packed rows that stay in the second-level cache
 constexpr int64_t kSumRows = 512;              // tokens whose sums a thread holds at once
+constexpr int64_t kShares = 4;                 // of a thread's part of a sum, which another may take
 
 // The packed rows of a step's slots. Of few tokens they lie by token, in memory of the thread; of more by slot, in the
 // order of routing.slots.
@@ -118,15 +119,14 @@ void product_of(const ExpertArgs& args, const PackedRows& rows, const Block& blo
   }
 }
 
-// The sums of some columns for tokens [begin, end), experts in ascending order.
+// The sums of some columns for tokens [begin, end), experts in ascending order. total: [end - begin, columns].
 void sum_of(const ExpertArgs& a, const PackedRows& rows, int64_t begin, int64_t end, int64_t panel, int64_t panels,
             int64_t tile, float* total) {
   const PackedSpec& spec = *a.spec;
   const Routing& routing = a.routing;
-  const Columns columns = columns_of(spec, panel);
-  const int64_t width = std::min(panels * kFeatures, spec.features - columns.first);
+  const int64_t stride = panels * kFeatures, column = panel * kFeatures;
   alignas(64) float sums[kMostRows * kTileStride];
-  std::fill_n(total, (end - begin) * kTileStride, 0.0f);
+  std::fill_n(total, (end - begin) * stride, 0.0f);
   for (int64_t p = 0; p < routing.num_places; ++p) {
     const auto of = [&](int64_t token) {  // the first of the expert's slots that is this token's, or a later one's
       return std::lower_bound(routing.slots + routing.starts[p], routing.slots + routing.starts[p + 1],
@@ -135,29 +135,34 @@ void sum_of(const ExpertArgs& a, const PackedRows& rows, int64_t begin, int64_t 
     };
     if (routing.starts[p] == routing.starts[p + 1]) continue;
     const int64_t first_slot = of(begin), end_slot = of(end);
-    const uint8_t* weight = a.weight + (p * spec.panels + panel) * spec.panel_bytes;
-    const float* bias = a.bias ? a.bias + p * spec.features + columns.first : nullptr;
-    for (int64_t first = first_slot; first < end_slot; first += tile) {
-      const int64_t count = std::min(tile, end_slot - first);
-      if (spec.blocks > 0)
-        a.kernels->product(spec, rows.at(first), count, weight, panels, sums, first == first_slot);
-      else
-        std::memset(sums, 0, count * kTileStride * sizeof(float));
-      for (int64_t row = 0; row < count; ++row) {
-        const int64_t slot = routing.slots[first + row];
-        const float factor = routing.weights[slot];
-        const float* from = sums + row * kTileStride;
-        float* to = total + (slot / a.top_k - begin) * kTileStride;
-        if (bias)
-          for (int64_t c = 0; c < width; ++c) to[c] += factor * (from[c] + bias[c]);
+    for (int64_t q = 0; q < panels; q += kTilePanels) {
+      const int64_t some = std::min(kTilePanels, panels - q), from_column = column + q * kFeatures;
+      const uint8_t* weight = a.weight + (p * spec.panels + panel + q) * spec.panel_bytes;
+      const float* bias = a.bias ? a.bias + p * spec.features + from_column : nullptr;
+      const int64_t width = bias ? std::min(some * kFeatures, spec.features - from_column) : some * kFeatures;
+      for (int64_t first = first_slot; first < end_slot; first += tile) {
+        const int64_t count = std::min(tile, end_slot - first);
+        if (spec.blocks > 0)
+          a.kernels->product(spec, rows.at(first), count, weight, some, sums, first == first_slot);
         else
-          for (int64_t c = 0; c < panels * kFeatures; ++c) to[c] += factor * from[c];
+          std::memset(sums, 0, count * kTileStride * sizeof(float));
+        for (int64_t row = 0; row < count; ++row) {
+          const int64_t slot = routing.slots[first + row];
+          const float factor = routing.weights[slot];
+          const float* from = sums + row * kTileStride;
+          float* to = total + (slot / a.top_k - begin) * stride + q * kFeatures;
+          if (bias)
+            for (int64_t c = 0; c < width; ++c) to[c] += factor * (from[c] + bias[c]);
+          else
+            for (int64_t c = 0; c < width; ++c) to[c] += factor * from[c];
+        }
       }
     }
   }
+  const int64_t width = std::min(stride, spec.features - column);
   for (int64_t row = begin; row < end; ++row)
-    a.elementwise->finish({a.epilogue, total + (row - begin) * kTileStride, kTileStride, nullptr, nullptr,
-                           a.out + row * a.out_stride + columns.first, a.out_stride, 1, width});
+    a.elementwise->finish({a.epilogue, total + (row - begin) * stride, stride, nullptr, nullptr,
+                           a.out + row * a.out_stride + column, a.out_stride, 1, width});
 }
 
 }  // namespace
@@ -189,15 +194,17 @@ void expert_sum(Worker& worker, const ExpertArgs& a, int64_t rows) {
   const PackedRows packed(worker, a, rows, false);
   const int64_t tile = std::min(a.kernels->rows, kMostRows);
   const int64_t blocks = (rows + kSumRows - 1) / kSumRows;
-  const int64_t groups = (spec.panels + kTilePanels - 1) / kTilePanels;
-  const int64_t held = std::min(rows, kSumRows) * kTileStride;
+  // Of few tokens each thread reads stretches of an expert that are as long as shares of the work may be.
+  const int64_t most = rows <= kAlone ? spec.panels / (kShares * worker.threads()) / kTilePanels * kTilePanels : 0;
+  const int64_t panels = std::max(kTilePanels, most), groups = (spec.panels + panels - 1) / panels;
+  const int64_t held = std::min(rows, kSumRows) * panels * kFeatures;
   if (a.kernels->begin) a.kernels->begin();
   worker.stretch(blocks * groups, 1, [&](int64_t begin, int64_t end) {
     float* total = static_cast<float*>(worker.scratch(held * sizeof(float)));
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t block = item / groups, panel = item % groups * kTilePanels;
+      const int64_t block = item / groups, panel = item % groups * panels;
       sum_of(a, packed, block * kSumRows, std::min(rows, (block + 1) * kSumRows), panel,
-             std::min(kTilePanels, spec.panels - panel), tile, total);
+             std::min(panels, spec.panels - panel), tile, total);
     }
   });
   if (a.kernels->end) a.kernels->end();
