@@ -1,4 +1,4 @@
-"""`allspan bench latency`: one batch of equal requests, from random token ids, on a cluster started for it.
+"""`allspan bench latency`: batches of equal requests, from random token ids, on a cluster started for them.
 
 The clock is this process's. Per repeat: `ttft_s` is the time from sending until every request of the batch has its
 first token; prefill is the batch's prompt tokens over that time; decode is the tokens that came after that moment, over
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allspan.client.bench.benchmark import Benchmark, Options, Report, at_least, with_context
 from allspan.client.bench.load import ask, greedy, random_prompt
-from allspan.client.bench.report import facts, mib
+from allspan.client.bench.report import columns, facts, mib, ms
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.engine import EngineStatistics
+from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.progress import Progress
+
+_SIZES = ("batch_size", "input_len", "output_len")
+_BATCH = re.compile("x".join(["[1-9][0-9]{0,7}"] * len(_SIZES)))
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,9 @@ class LatencyConfig:
     """Sets the prompt tokens of each request; they are drawn at random."""
     output_len: int = 32
     """Sets the new tokens of each request."""
+    batches: tuple[str, ...] = ()
+    """Measures these batches instead, one after the other, each written as REQUESTSxINPUTxOUTPUT, such as
+    1x8192x1,64x1024x256."""
     repeats: int = 3
     """Measures this many runs and reports medians."""
     warmup: int = 1
@@ -44,6 +52,15 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0})
+        for batch in self.batches:
+            if not _BATCH.fullmatch(batch):
+                raise ConfigError(f"--batches has {batch!r}, must be REQUESTSxINPUTxOUTPUT, such as 64x1024x256")
+
+    @property
+    def each(self) -> tuple[LatencyConfig, ...]:
+        """The settings of each batch."""
+        sizes = [dict(zip(_SIZES, map(int, batch.split("x")), strict=True)) for batch in self.batches]
+        return tuple(replace(self, batches=(), **each) for each in sizes) or (self,)
 
 
 @dataclass(frozen=True)
@@ -59,13 +76,20 @@ class Round:
 def prepare(config: LatencyConfig, options: Options) -> Options:
     """Returns the options with a context length that fits the requests, and room for all of them at once, unless they
     are set."""
-    options = {"max_num_seqs": max(config.batch_size, 64), **options}
-    return with_context(options, config.input_len + config.output_len, "--input-len + --output-len")
+    options = {"max_num_seqs": max(64, *(batch.batch_size for batch in config.each)), **options}
+    most = max(batch.input_len + batch.output_len for batch in config.each)
+    return with_context(options, most, "--input-len + --output-len")
 
 
 def measure(engine: ClientEngine, config: LatencyConfig, options: Options) -> Report:
-    before, rounds, after = measure_rounds(engine, config)
-    return summary(config, rounds, before, after)
+    found: list[Report] = []
+    for batch in config.each:
+        before, rounds, after = measure_rounds(engine, batch)
+        found.append(summary(batch, rounds, before, after))
+    if not config.batches:
+        return found[0]
+    sizes = [{name: getattr(batch, name) for name in _SIZES} for batch in config.each]
+    return {"batches": [size | report for size, report in zip(sizes, found, strict=True)]}
 
 
 def measure_rounds(
@@ -129,6 +153,18 @@ def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
 
 
 def table(report: Report) -> str:
+    if "batches" in report:
+        heads = ("batch", "prefill, tokens/s", "decode, tokens/s", "time to first token")
+        rows = [
+            (
+                "x".join(str(each[name]) for name in _SIZES),
+                f"{each['prefill_tokens_per_s']:.1f}",
+                f"{each['decode_tokens_per_s']:.1f}",
+                ms(each["ttft_s"]),
+            )
+            for each in report["batches"]
+        ]
+        return columns([heads, *rows])
     return facts(
         [
             ("prefill", f"{report['prefill_tokens_per_s']:10.1f} tokens/s"),
@@ -143,7 +179,7 @@ def table(report: Report) -> str:
 
 LATENCY = Benchmark(
     "latency",
-    "Measures prefill and decode speed with one batch of equal requests.",
+    "Measures prefill and decode speed with batches of equal requests.",
     LatencyConfig,
     prepare,
     measure,

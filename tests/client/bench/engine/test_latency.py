@@ -63,6 +63,22 @@ def test_a_run_measures_every_round_with_new_prompts(tmp_path: Path) -> None:
     assert versions(after)["kernels"] == "fake"
 
 
+def test_several_batches_are_measured_on_one_cluster(tmp_path: Path) -> None:
+    config = LatencyConfig(batches=("1x24x1", "3x16x8"), repeats=1, warmup=0)
+    options = LATENCY.prepare(config, {})
+    assert (options["max_num_seqs"], options["max_model_len"]) == (64, 25)
+    with FakeCluster(tmp_path, step_s=0.002) as cluster, ClientEngine(attach=tmp_path) as engine:
+        report = LATENCY.measure(engine, config, options)
+        assert len({event[2] for event in cluster.events if event[0] == "start"}) == 4
+    sizes = [(each["batch_size"], each["input_len"], each["output_len"]) for each in report["batches"]]
+    assert sizes == [(1, 24, 1), (3, 16, 8)]
+    assert [each["decode_tokens_per_s"] > 0 for each in report["batches"]] == [False, True]
+    assert [line.split()[0] for line in LATENCY.table(report).splitlines()] == ["batch", "1x24x1", "3x16x8"]
+    for batch in ("8x16", "0x16x8", "8x16x8x1", "ax1x1"):
+        with pytest.raises(ConfigError, match=f"--batches has '{batch}', must be REQUESTSxINPUTxOUTPUT"):
+            LatencyConfig(batches=(batch,))
+
+
 @pytest.mark.parametrize("field", ["batch_size", "input_len", "output_len", "repeats"])
 def test_settings_that_measure_nothing_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} is 0, must be at least 1"):
