@@ -5,7 +5,10 @@
 #
 # OUT gets CASE-latency.json (decode of one request, time to first token, batches, load_s) and, with the variable TRACE,
 # CASE-serve.json: 600 requests with the lengths of that file (Azure's CSV), all sent at once. ALLSPAN names the command,
-# FLAGS adds flags of `allspan serve`. Prompts come from no cache.
+# FLAGS stands for its flags `--device cuda`. Prompts come from no cache. Whether results are right, tests on a GPU say:
+#
+#   pytest -m gpu tests/worker/backend/cuda/test_mixtures.py tests/worker/backend/cuda/test_family_formats.py \
+#     tests/kernels/cuda/test_experts.py tests/kernels/cuda/test_grouped_sm90.py tests/kernels/cuda/test_norm_route.py
 set -eu
 
 out=$(mkdir -p "$1" && cd "$1" && pwd)

@@ -289,24 +289,30 @@ def test_a_token_gets_the_same_bits_alone_as_among_others(backend: str, name: st
 
 @pytest.mark.parametrize("name", ["bf16", "q8_0"])
 @pytest.mark.parametrize("backend", CPU_VARIANTS)
-def test_sums_have_the_same_bits_for_any_number_of_tokens(backend: str, name: str) -> None:
+def test_any_number_of_tokens_gives_each_the_same_bits(backend: str, name: str) -> None:
     """Of one and two tokens threads read longer stretches of an expert than of more."""
-    most, inputs, features, top_k, places = 129, 64, 1100, 3, 6
-    spec = spec_of(name, name if name == "bf16" else "a8", (features,), inputs)
+    most, inputs, features, width, top_k, places = 129, 64, 1100, 40, 3, 6
+    activation = name if name == "bf16" else "a8"
+    down, up = (spec_of(name, activation, parts, inputs) for parts in ((features,), (width, width)))
     generator, ops = torch.Generator().manual_seed(6), op_set(backend, 2)
-    weight, bias = experts_of(spec, places), torch.randn(places, features, generator=generator)
+    weights = experts_of(down, places), experts_of(up, places)
+    bias = torch.randn(places, features, generator=generator)
     logits, mlp = torch.randn(most, places, generator=generator), torch.randn(most, top_k, inputs, generator=generator)
 
-    def run(count: int, kernels: OpSet = ops) -> Tensor:
-        routing, total = empty_routing(count, top_k, places), torch.zeros(count, features)
+    def run(count: int, kernels: OpSet = ops) -> tuple[Tensor, Tensor]:
+        routing, x = empty_routing(count, top_k, places), mlp[:count].contiguous()
+        total, gated_rows = torch.zeros(count, features), torch.zeros(count, top_k, width)
         ops.route(logits[:count].contiguous(), None, everywhere(places), RouterSpec(top_k), routing, None)
-        kernels.expert_sum(mlp[:count].contiguous(), weight, bias, spec, routing, False, total)
-        return total
+        kernels.expert_sum(x, weights[0], bias, down, routing, False, total)
+        kernels.expert_gated_linear(x[:, 0].contiguous(), weights[1], None, up, "silu", routing, gated_rows)
+        return total, gated_rows
 
     whole = run(most)
     for count in (*range(1, 34), 127, 128):
-        assert torch.equal(run(count), whole[:count]), f"{count} tokens"
-    torch.testing.assert_close(run(2), run(2, op_set("reference")), rtol=1e-4, atol=2e-4)
+        for part, of_all in zip(run(count), whole, strict=True):
+            assert torch.equal(part, of_all[:count]), f"{count} tokens"
+    for part, expected in zip(run(2), run(2, op_set("reference")), strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("backend", VARIANTS)
