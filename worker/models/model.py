@@ -65,7 +65,7 @@ class Model:
         if is_last and holding.shard.size > 1 and "all_gather_columns" in collectives.program_ops:
             program = with_whole_logits(program, self.vocab_widths)
             self.vocab_widths = (self.spec.vocab_size,)
-        capacity = {Rows.TOKENS: limits.max_tokens, Rows.LOGITS: limits.max_requests}
+        capacity = {Rows.TOKENS: limits.max_tokens, Rows.OWN: limits.max_tokens, Rows.LOGITS: limits.max_requests}
         self._executor = backend.executor(program, ops, collectives, capacity, activations)
         self._constants = _constants(decoder, limits.max_model_len, backend.capabilities.tensors)
         self._derived = decoder.bindings.derived

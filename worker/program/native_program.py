@@ -30,6 +30,9 @@ from allspan.worker.program.program import (
     function_of,
 )
 
+_KINDS = (Rows.TOKENS, Rows.OWN, Rows.LOGITS)
+"""The kinds of rows as the native program numbers them."""
+
 
 class NativeProgram:
     """Runs a program as `allspan.worker.program.program.Interpreter` does, on the threads of a CPU op set."""
@@ -38,7 +41,7 @@ class NativeProgram:
         native: Any = ops.program
         window = collectives.capabilities.window
         self._program = program
-        self._capacity = {**capacity, Rows.ONE: 1}
+        self._capacity = {Rows.OWN: 0, **capacity, Rows.ONE: 1}
         self._native = native(len(program.slots), window)
         self._names: dict[str, int] = {}
         self._bound: dict[int, Any] = {}
@@ -56,15 +59,15 @@ class NativeProgram:
             else:
                 self._names[slot.name] = i
                 if slot.input_rows is not None and i in used:
-                    self._native.declare_input(i, slot.name, slot.input_rows is Rows.LOGITS)
+                    self._native.declare_input(i, slot.name, _KINDS.index(slot.input_rows))
         self._stretches: list[_Stretch] = []
         self._needed: list[_Stretch] = []
         """The stretches that the last step needed."""
         self._timer = OpTimer()
         self._is_profiling = False
         self._foreign_progress = 0
-        self._taken: Mapping[str, Any] | None = None
-        """The inputs that the native program has taken in."""
+        self._step: tuple[Mapping[str, Any] | None, Mapping[Rows, int]] = None, {}
+        """The inputs that the native program has taken in, and the step's rows by kind."""
         self._output = self._buffers[program.output.index][1]
         """The output of a step with these inputs."""
         first = 0
@@ -75,7 +78,7 @@ class NativeProgram:
                 continue
             for op in ops_here:
                 arguments = [(type(a) is Slot, a.index if type(a) is Slot else a) for a in flat(op.arguments)]
-                self._native.add(op.name, arguments, op.rows is Rows.LOGITS)
+                self._native.add(op.name, arguments, _KINDS.index(op.rows))
             self._stretches.append((first, first + len(ops_here)))
             first += len(ops_here)
         self._optional = [each for each in self._stretches if isinstance(each, _Foreign) and each.inputs]
@@ -100,18 +103,18 @@ class NativeProgram:
                 self._bound[index] = value
                 self._native.bind(index, value)
 
-    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int, num_own: int = 0) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites. The very mapping of the run before says
         that its tensors are the same ones, with other numbers in them."""
-        if inputs is self._taken:
+        if inputs is self._step[0]:
             self._native.again()
         else:
-            self._take(inputs, num_tokens, num_logits)
+            self._take(inputs, {Rows.TOKENS: num_tokens, Rows.OWN: num_own, Rows.LOGITS: num_logits, Rows.ONE: 1})
         if num_tokens:
             try:
                 for stretch in self._needed:
                     if isinstance(stretch, _Foreign):
-                        self._call(stretch, num_tokens, num_logits)
+                        self._call(stretch)
                     else:
                         self._native.run(*stretch)
             except TimeoutError as error:
@@ -137,32 +140,31 @@ class NativeProgram:
         """What each op took since `start_profile`, the longest in total first; empty before any."""
         return profiles([*self._native.profile(), *self._timer.rows()])
 
-    def _take(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> None:
-        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits}
+    def _take(self, inputs: Mapping[str, Any], counts: dict[Rows, int]) -> None:
         for rows, count in counts.items():
             if count > self._capacity[rows]:
                 raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
-        self._taken = None
+        self._step = None, counts
         rows, output = self._buffers[self._program.output.index]
         self._output = output[: counts[rows]]
-        if num_tokens:
-            self._native.begin(inputs, num_tokens, num_logits)
-            self._taken = inputs
+        if counts[Rows.TOKENS]:
+            self._native.begin(inputs, [counts[kind] for kind in _KINDS])
+            self._step = inputs, counts
             self._needed = self._plain
             if any(each.is_needed(inputs) for each in self._optional):
                 self._needed = [each for each in self._stretches if isinstance(each, tuple) or each.is_needed(inputs)]
 
-    def _call(self, foreign: _Foreign, num_tokens: int, num_logits: int) -> None:
+    def _call(self, foreign: _Foreign) -> None:
         op = foreign.op
-        count = num_logits if op.rows is Rows.LOGITS else num_tokens
-        if count == 0:
+        inputs, counts = self._step
+        if counts[op.rows] == 0:
             return
-        given = self._taken or {}
+        given = inputs or {}
 
         def value(argument: Argument) -> Any:
             if isinstance(argument, tuple):  # of the same type: ops take named ones
                 return tuple.__new__(type(argument), map(value, argument))
-            return self._value(argument, count, foreign, given) if isinstance(argument, Slot) else argument
+            return self._value(argument, foreign, given) if isinstance(argument, Slot) else argument
 
         values = [value(argument) for argument in op.arguments]
         if self._is_profiling:
@@ -176,7 +178,7 @@ class NativeProgram:
         inputs = {i: slot.name for i, slot in named if isinstance(slot, Named) and slot.input_rows is not None}
         return _Foreign(op, function, inputs)
 
-    def _value(self, slot: Slot, count: int, foreign: _Foreign, given: Mapping[str, Any]) -> Any:
+    def _value(self, slot: Slot, foreign: _Foreign, given: Mapping[str, Any]) -> Any:
         """An input of the step, a buffer's rows, or what is bound."""
         if (name := foreign.inputs.get(slot.index)) is not None:
             return given.get(name)
@@ -184,7 +186,7 @@ class NativeProgram:
         if buffer is None:
             return self._bound[slot.index]
         rows, whole = buffer
-        return whole if rows is Rows.ONE else whole[:count]
+        return whole[: self._step[1][rows]]
 
 
 class _Foreign:

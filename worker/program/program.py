@@ -31,9 +31,11 @@ COLLECTIVE_OPS = frozenset({"all_reduce", "all_reduce_add_rms_norm", "all_gather
 
 
 class Rows(enum.Enum):
-    """How many rows of a buffer a step uses: one a new token, one a row of logits, or one alone."""
+    """How many rows of a buffer a step uses: one a new token, one a new token whose attention this rank computes, one a
+    row of logits, or one alone."""
 
     TOKENS = "tokens"
+    OWN = "own tokens"
     LOGITS = "logits"
     ONE = "one"
 
@@ -86,7 +88,7 @@ def flat(arguments: Iterable[Argument]) -> Iterator[Value]:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`rows` LOGITS: the op is left out of a step without rows of logits."""
+    """It is left out of a step that has no `rows`."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -207,9 +209,11 @@ class ProgramBuilder:
         return self._add(Named(name, rows))
 
     def op(self, name: str, *arguments: Argument) -> None:
+        """Its rows are those of logits where it has any, else those of its last buffer, which it writes."""
         used = [self._slots[value.index] for value in flat(arguments) if isinstance(value, Slot)]
-        logits = any(isinstance(slot, Buffer) and slot.rows is Rows.LOGITS for slot in used)
-        self._ops.append(Op(name, arguments, Rows.LOGITS if logits else Rows.TOKENS))
+        kinds = [slot.rows for slot in used if isinstance(slot, Buffer) and slot.rows is not Rows.ONE]
+        rows = kinds[-1] if kinds else Rows.TOKENS
+        self._ops.append(Op(name, arguments, Rows.LOGITS if Rows.LOGITS in kinds else rows))
 
     def build(self, output: Slot) -> Program:
         return Program(tuple(self._slots), tuple(self._ops), output)
@@ -246,7 +250,7 @@ class Interpreter:
         """`synchronize` waits for the device, when ops are timed; None: an op is done when it returns."""
         self._program = program
         self._ops = ops
-        self._capacity = {**capacity, Rows.ONE: 1}
+        self._capacity = {Rows.OWN: 0, **capacity, Rows.ONE: 1}
         self._synchronize = synchronize
         self._timer = OpTimer(synchronize)
         self._is_profiling = False
@@ -263,8 +267,8 @@ class Interpreter:
             if isinstance(slot, Buffer):
                 shape = (self._capacity[slot.rows], *slot.shape)
                 self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
-        self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], bool]] = [
-            (function_of(op, ops, collectives), op.arguments, op.rows is Rows.LOGITS) for op in program.ops
+        self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], Rows]] = [
+            (function_of(op, ops, collectives), op.arguments, op.rows) for op in program.ops
         ]
 
     @property
@@ -279,9 +283,9 @@ class Interpreter:
             if index is not None:
                 self._table[index] = value
 
-    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int, num_own: int = 0) -> Tensor:
         """The output's rows of this step, a view that the next run overwrites."""
-        counts = {Rows.TOKENS: num_tokens, Rows.LOGITS: num_logits, Rows.ONE: 1}
+        counts = {Rows.TOKENS: num_tokens, Rows.OWN: num_own, Rows.LOGITS: num_logits, Rows.ONE: 1}
         for rows, count in counts.items():
             if count > self._capacity[rows]:
                 raise InternalError(f"a step of {count} rows of {rows.value}, the buffers hold {self._capacity[rows]}")
@@ -290,12 +294,12 @@ class Interpreter:
         for index, rows, buffer in self._buffers:
             table[index] = buffer[: counts[rows]]
         if num_tokens and self._is_profiling:
-            self._run_timed(bool(num_logits))
+            self._run_timed(counts)
         elif num_tokens:
             for first in range(0, len(self._calls), _OPS_A_BEAT):
                 self.progress += 1
-                for function, arguments, for_logits in self._calls[first : first + _OPS_A_BEAT]:
-                    if num_logits or not for_logits:
+                for function, arguments, rows in self._calls[first : first + _OPS_A_BEAT]:
+                    if counts[rows]:
                         function(*self._values(arguments))
         output: Tensor = table[self._program.output.index]
         return output
@@ -330,9 +334,9 @@ class Interpreter:
                 values.append(argument)
         return values
 
-    def _run_timed(self, has_logits: bool) -> None:
+    def _run_timed(self, counts: Mapping[Rows, int]) -> None:
         timer = self._timer
-        for op, (function, arguments, for_logits) in zip(self._program.ops, self._calls, strict=True):
-            if has_logits or not for_logits:
+        for op, (function, arguments, rows) in zip(self._program.ops, self._calls, strict=True):
+            if counts[rows]:
                 values = self._values(arguments)
                 timer.call(f"{op.name} {self._ops.kernel_name(op.name, values)}", function, *values)

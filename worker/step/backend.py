@@ -102,8 +102,9 @@ class Executor(Protocol):
     def bind(self, values: Mapping[str, Any]) -> None:
         """Sets named slots; a name that the program does not use is passed over."""
 
-    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int) -> Tensor:
-        """The output's rows of this step, a view that the next run overwrites."""
+    def run(self, inputs: Mapping[str, Any], num_tokens: int, num_logits: int, num_own: int = 0) -> Tensor:
+        """The output's rows of this step, a view that the next run overwrites. `num_own`: of its tokens those whose
+        attention this rank computes, where the program tells them from others."""
 
     def rows(self, slot: Slot) -> Tensor:
         """A buffer at its full capacity, as the last run left it."""

@@ -34,6 +34,15 @@ struct OpTimes {
   }
 };
 
+// Kinds of rows, of which a step says how many it has: its tokens, those whose attention this rank computes, and rows
+// of logits. worker/program/native_program.py has the same order.
+enum { kTokens, kOwn, kLogits, kKinds };
+
+int checked(int kind) {
+  if (kind < 0 || kind >= kKinds) throw nb::value_error("program: no such kind of rows");
+  return kind;
+}
+
 class Program {
  public:
   // window: a Window for the all-reduce, or None. Both must outlive the program.
@@ -45,29 +54,30 @@ class Program {
     bound_.at(slot) = std::move(value);
     is_made_ = false;
   }
-  // The step's own numbers, given by name to begin(): int32 [tokens or rows of logits], or an AttentionMeta.
-  void declare_input(int slot, std::string name, bool logits) {
+  // The step's own numbers, given by name to begin(): int32 [rows of that kind], or an AttentionMeta of so many.
+  void declare_input(int slot, std::string name, int rows) {
     input_of_.at(slot) = name;
-    inputs_[name].logits = logits;
+    inputs_[name].rows = checked(rows);
   }
   // arguments: (is a slot, value).
-  void add(const std::string& name, std::vector<std::pair<bool, nb::object>> arguments, bool logits) {
-    ops_.push_back({&find_op(name), std::move(arguments), logits, {}, nullptr, {}});
+  void add(const std::string& name, std::vector<std::pair<bool, nb::object>> arguments, int rows) {
+    ops_.push_back({&find_op(name), std::move(arguments), checked(rows), {}, nullptr, {}});
     is_made_ = false;
   }
 
-  // Takes a step's inputs and checks them. Raises ValueError or TypeError naming what is wrong.
-  void begin(const nb::dict& given, int64_t tokens, int64_t logits) {
+  // Takes a step's inputs, with its rows of each kind, and checks them. Raises ValueError or TypeError naming what is
+  // wrong.
+  void begin(const nb::dict& given, const std::vector<int64_t>& counts) {
     if (!is_made_) make();
-    tokens_ = tokens;
-    logits_ = logits;
+    if (counts.size() != kKinds) throw nb::value_error("program: needs a count of each kind of rows");
+    std::copy(counts.begin(), counts.end(), counts_);
     const Arguments args("program");
     for (auto& [name, input] : inputs_) {
       const nb::object value = nb::borrow(given[name.c_str()]);
       if (input.is_batch) {
         *input.batch = take_batch(args, value);
       } else {
-        const int64_t rows = input.logits ? logits : tokens;
+        const int64_t rows = counts_[input.rows];
         *input.numbers = {args.ints(value, name.c_str(), {rows}).ints(), rows};
       }
     }
@@ -86,7 +96,7 @@ class Program {
     runtime_.pool().team([&](Worker& worker) {
       for (size_t i = first; i < last && !worker.failed(); ++i) {
         Op& op = ops_[i];
-        const int64_t rows = op.logits ? logits_ : tokens_;
+        const int64_t rows = counts_[op.rows];
         if (rows == 0) continue;
         const bool timed = worker.id == 0 && is_profiling_;
         const Clock::time_point started = timed ? Clock::now() : Clock::time_point{};
@@ -120,13 +130,14 @@ class Program {
   struct Op {
     const OpRow* row;
     std::vector<std::pair<bool, nb::object>> arguments;
-    bool logits;
+    int rows;  // their kind
     Task task;
     const Task* later;  // the next one that says what it will read
     OpTimes times;
   };
   struct StepInput {
-    bool logits = false, is_batch = false;
+    int rows = kTokens;  // their kind
+    bool is_batch = false;
     int64_t limit = 0;
     BatchLimits batch_limits{};
     std::unique_ptr<Input> numbers = std::make_unique<Input>();
@@ -184,10 +195,10 @@ class Program {
     const Arguments args("program");
     for (const auto& [name, input] : inputs_) {
       if (input.is_batch) {
-        if (tokens_) check_batch(args, *input.batch, tokens_, input.batch_limits);
+        if (counts_[kTokens]) check_batch(args, *input.batch, counts_[input.rows], input.batch_limits);
       } else if (input.limit) {
         // A row of x that a step leaves out is there all the same, with an earlier step's numbers.
-        const int64_t limit = input.logits ? std::min(input.limit, tokens_) : input.limit;
+        const int64_t limit = input.rows == kLogits ? std::min(input.limit, counts_[kTokens]) : input.limit;
         args.within(input.numbers->data, input.numbers->size, name.c_str(), limit);
       }
     }
@@ -218,7 +229,7 @@ class Program {
   bool is_made_ = false;
   std::atomic<bool> is_profiling_{false};
   std::atomic<int64_t> progress_{0};
-  int64_t tokens_ = 0, logits_ = 0;
+  int64_t counts_[kKinds] = {};  // of this step, by kind
 };
 
 }  // namespace
@@ -230,9 +241,9 @@ void bind_program(nb::module_& module) {
       .def(nb::init<Runtime&, int, nb::object>(), nb::arg("runtime"), nb::arg("slots"), nb::arg("window").none(),
            nb::keep_alive<1, 2>())
       .def("bind", &Program::bind, nb::arg("slot"), nb::arg("value").none())
-      .def("declare_input", &Program::declare_input, nb::arg("slot"), nb::arg("name"), nb::arg("logits"))
-      .def("add", &Program::add, nb::arg("name"), nb::arg("arguments"), nb::arg("logits"))
-      .def("begin", &Program::begin, nb::arg("inputs"), nb::arg("tokens"), nb::arg("logits"))
+      .def("declare_input", &Program::declare_input, nb::arg("slot"), nb::arg("name"), nb::arg("rows"))
+      .def("add", &Program::add, nb::arg("name"), nb::arg("arguments"), nb::arg("rows"))
+      .def("begin", &Program::begin, nb::arg("inputs"), nb::arg("counts"))
       .def("again", &Program::again)
       .def("run", &Program::run, nb::arg("first"), nb::arg("last"))
       .def_prop_ro("progress", &Program::progress)
