@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TP = "tp"
-"""The process group of tensor parallelism: heads, columns of an MLP, rows of the vocabulary."""
+"""The process group of tensor parallelism: columns of an MLP, rows of the vocabulary."""
+ATTENTION = "attention"
+"""The process group whose ranks share out heads: that of tensor parallelism, or with data-parallel attention each rank
+alone."""
 EP = "ep"
 """The process group of expert parallelism: whole experts."""
 ETP = "etp"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allspan.worker.models.pieces import EP, ETP, PP, TP, Axis
+from allspan.worker.models.pieces import ATTENTION, EP, ETP, PP, TP, Axis
 
 
 def split(total: int, size: int) -> tuple[range, ...]:
@@ -58,6 +58,11 @@ class Shard:
         """The place of its layers in the pipeline."""
         return self.groups.get(PP, WHOLE)
 
+    @property
+    def attends_apart(self) -> bool:
+        """Whether each rank has all heads, for the tokens of its own requests alone (data-parallel attention)."""
+        return self.size > 1 and self.groups[ATTENTION].size == 1
+
     def layers(self, count: int) -> range:
         """This rank's layers of a model that has `count`."""
         return split(count, self.stage.size)[self.stage.rank]
@@ -68,12 +73,16 @@ class Shard:
         return range(units.start * axis.unit, units.stop * axis.unit)
 
 
-def make_shard(rank: int, size: int, stage: Place = WHOLE, expert_groups: int = 1) -> Shard:
+def make_shard(
+    rank: int, size: int, stage: Place = WHOLE, expert_groups: int = 1, attends_apart: bool = False
+) -> Shard:
     """One of `size` ranks that share all that is split of the layers of a stage. Of `expert_groups`, neighbouring ranks
     each, every one has whole experts of its own, whose columns its ranks share out: 1 slices every expert over all
-    ranks, `size` slices none. Raises ValueError unless the groups are equal."""
+    ranks, `size` slices none. `attends_apart`: every rank has all heads. Raises ValueError unless the groups are
+    equal."""
     if size % expert_groups:
         raise ValueError(f"{size} ranks are not {expert_groups} equal groups")
     slices = size // expert_groups
     experts, columns = Place(rank // slices, expert_groups), Place(rank % slices, slices)
-    return Shard(rank, size, {TP: Place(rank, size), EP: experts, ETP: columns, PP: stage})
+    every, heads = Place(rank, size), WHOLE if attends_apart else Place(rank, size)
+    return Shard(rank, size, {TP: every, ATTENTION: heads, EP: experts, ETP: columns, PP: stage})

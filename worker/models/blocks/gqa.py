@@ -14,7 +14,7 @@ from allspan.kernels.ops import HadamardRotation, HeadNorms, KvPages
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.blocks.head_shares import head_shares
 from allspan.worker.models.blocks.position_scores import QueryScale, alibi_slopes, query_scale_table
-from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
+from allspan.worker.models.pieces import ATTENTION, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table, mean_rotated
 from allspan.worker.step.backend import AttentionHeads
 
@@ -58,11 +58,11 @@ class Gqa:
 
     @property
     def heads(self) -> Axis:
-        return Axis(self.num_heads, self.head_dim, TP)
+        return Axis(self.num_heads, self.head_dim, ATTENTION)
 
     @property
     def kv_heads(self) -> Axis:
-        return Axis(self.num_kv_heads, self.head_dim, TP, readers=self.num_heads)
+        return Axis(self.num_kv_heads, self.head_dim, ATTENTION, readers=self.num_heads)
 
     @property
     def is_latent(self) -> bool:
@@ -86,7 +86,7 @@ class Gqa:
             norms = tuple(
                 Vector(f"{prefix}{x}_norm.weight", axis, rotary_dim=self._rotary_dim) for x, axis in axes.items()
             )
-        sinks = (Vector(prefix + "sinks.weight", Axis(self.num_heads, 1, TP)),) if self.has_sinks else ()
+        sinks = (Vector(prefix + "sinks.weight", Axis(self.num_heads, 1, ATTENTION)),) if self.has_sinks else ()
         output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
         return (self._qkv(prefix, hidden), *norms, *sinks, output)
 
@@ -128,7 +128,7 @@ class Gqa:
         means, shares = sub.buffer("qk_means", 2, is_exact=True), head_shares(sub.shard, self.heads, self.kv_heads)
         key = (self.num_heads, self.num_kv_heads, self.head_dim)
         sub.program.op("mean_squares", qkv, sub.constant("qk_shares", key, lambda _: shares), means)
-        if sub.shard.size > 1:
+        if sub.shard.groups[ATTENTION].size > 1:
             sub.program.op("all_reduce", means)
         weights = (sub.weight(f"{each}_norm.weight") for each in "qk")
         sub.program.op("norm_heads", qkv, means, *weights, self.qk_norm_eps)
@@ -152,7 +152,7 @@ class Gqa:
             num_kv_heads=len(own),
             head_dim=self.head_dim,
             scale=self.scale or self.head_dim**-0.5,
-            most_kv_heads=-(-self.num_kv_heads // shard.groups[TP].size),
+            most_kv_heads=-(-self.num_kv_heads // shard.groups[ATTENTION].size),
             group=group,
             window=self.window,
             soft_cap=self.soft_cap,

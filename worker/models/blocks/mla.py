@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from allspan.kernels.ops import LatentWeights
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Vector
+from allspan.worker.models.pieces import ATTENTION, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table
 from allspan.worker.step.backend import AttentionHeads
 
@@ -51,7 +51,7 @@ class Mla:
 
     @property
     def heads(self) -> Axis:
-        return Axis(self.num_heads, self.value_dim, TP)
+        return Axis(self.num_heads, self.value_dim, ATTENTION)
 
     @property
     def kv_heads(self) -> Axis:
@@ -67,7 +67,7 @@ class Mla:
 
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
         latent, turned = Axis(self.kv_rank), self.rotary_dim * self.is_interleaved
-        query_heads = Axis(self.num_heads, self.key_dim + self.rotary_dim, TP)
+        query_heads = Axis(self.num_heads, self.key_dim + self.rotary_dim, ATTENTION)
         name, inputs = ("q_b", Axis(self.q_rank)) if self.q_rank else ("q", hidden)
         queries: tuple[Piece, ...] = (
             Linear(prefix + name, (Part(prefix + name, query_heads, turned, self.key_dim),), inputs),
@@ -76,7 +76,7 @@ class Mla:
             down = Linear(prefix + "q_a", (Part(prefix + "q_a", inputs),), hidden, self.bias)
             queries = (down, Vector(prefix + "q_a_norm.weight", inputs), *queries)
         kv_a = Part(prefix + "kv_a", self.kv_heads, turned, self.kv_rank)
-        kv_b = Part(prefix + "kv_b", Axis(self.num_heads, self.key_dim + self.value_dim, TP))
+        kv_b = Part(prefix + "kv_b", Axis(self.num_heads, self.key_dim + self.value_dim, ATTENTION))
         return (
             *queries,
             Linear(prefix + "kv_a", (kv_a,), hidden, self.bias),
@@ -139,5 +139,5 @@ class Mla:
             head_dim=self.kv_heads.unit,
             scale=self.scale,
             most_kv_heads=1,
-            group=-(-self.num_heads // shard.groups[TP].size),
+            group=-(-self.num_heads // shard.groups[ATTENTION].size),
         )
