@@ -18,6 +18,7 @@ from allspan.protos.api.results import Output, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
+from allspan.worker.scheduler.owned_pages import OwnedPages
 from allspan.worker.scheduler.page_manager import PrefixSettings
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
@@ -50,8 +51,9 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class _Row:
-    def __init__(self, request: Request, tokens: list[int], num_computed: int) -> None:
+    def __init__(self, request: Request, tokens: list[int], num_computed: int, owner: int) -> None:
         self.request = request
+        self.owner = owner
         self.tokens = tokens
         self.num_computed = num_computed
         self.pages: dict[int, dict[int, int]] = defaultdict(dict)
@@ -72,7 +74,7 @@ def samples_ahead(params: SamplingParams) -> bool:
 
 
 class SimulatedRank:
-    """`step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
+    """All attention ranks at once, each with pages of its own. `step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
     told, by request id; saying anything after an end fails."""
 
     def __init__(self, scheduler: Scheduler, num_host_pages: int = 0) -> None:
@@ -81,8 +83,12 @@ class SimulatedRank:
         """What steps made is told as late as the scheduler's lookahead lets it."""
         self.size = scheduler.limits.page_size
         self.groups = scheduler.limits.groups(num_host_pages)
-        self.device = [[[0] * self.size for _ in range(group.num_pages)] for group in self.groups]
-        self.host = [[[0] * self.size for _ in range(group.num_host_pages)] for group in self.groups]
+        memory = scheduler.memory
+        self.managers = memory.managers if isinstance(memory, OwnedPages) else (memory,)
+        places = [(owner, i, group) for owner in range(len(self.managers)) for i, group in enumerate(self.groups)]
+        self.device = {(owner, i): [[0] * self.size for _ in range(group.num_pages)] for owner, i, group in places}
+        self.host = {(owner, i): [[0] * self.size for _ in range(group.num_host_pages)] for owner, i, group in places}
+        """Pages by owner and cache group."""
         self.rows: dict[int, _Row] = {}
         self.known: dict[bytes, Request] = {}
         self.parked: dict[bytes, list[int]] = {}
@@ -122,11 +128,13 @@ class SimulatedRank:
         self.between()
         self._land()
         self.scheduler.check()
-        memory = self.scheduler.memory
-        if memory.log is not None:
-            cache = memory.groups[memory._logged].cache
-            in_host = set() if cache.host is None else set(cache.host._page_of)
-            assert {key for key, _ in memory.log.snapshot()[0]} == set(cache.device._page_of) | in_host
+        if (log := self.scheduler.memory.log) is not None:
+            caches = [manager.groups[manager._logged].cache for manager in self.managers]
+            in_host = {key for cache in caches if cache.host for key in cache.host._page_of}
+            on_device = {key for cache in caches for key in cache.device._page_of}
+            told = dict(log.snapshot()[0])
+            assert told.keys() == on_device | in_host
+            assert {key for key, page in told.items() if page[2]} == in_host - on_device
         return newest or self.plans[-1]
 
     def _land(self) -> None:
@@ -169,9 +177,11 @@ class SimulatedRank:
         for grant in plan.grants:
             self.rows[grant.row].pages[grant.group] |= dict(enumerate(grant.pages, start=grant.first))
         for copy in plan.saves:
-            self.host[copy.group][copy.target] = list(self.device[copy.group][copy.source])
+            place = copy.owner, copy.group
+            self.host[place][copy.target] = list(self.device[place][copy.source])
         for copy in plan.loads:
-            self.device[copy.group][copy.target] = list(self.host[copy.group][copy.source])
+            place = copy.owner, copy.group
+            self.device[place][copy.target] = list(self.host[place][copy.source])
 
     def _join(self, join: Join) -> None:
         assert join.row not in self.rows
@@ -181,7 +191,7 @@ class SimulatedRank:
         assert join.num_output == len(tokens) - len(request.prompt_token_ids)
         assert join.num_computed < len(tokens), "the last token is always computed"
         assert join.num_computed % self.size == 0
-        self.rows[join.row] = _Row(request, list(tokens), join.num_computed)
+        self.rows[join.row] = _Row(request, list(tokens), join.num_computed, join.owner)
 
     def _run(self, plan: StepPlan) -> StepResult:
         limits = self.scheduler.limits
@@ -234,13 +244,14 @@ class SimulatedRank:
         assert 1 <= count <= len(row.tokens) - row.num_computed
         values = folds(row.tokens[: row.num_computed + count])
         for index, group in enumerate(self.groups):
-            pool = self.scheduler.memory.groups[index].cache.device
+            pool = self.managers[row.owner].groups[index].cache.device
+            others = [other for other in self.rows.values() if other.owner == row.owner]
             for position in range(row.num_computed, row.num_computed + count):
                 place = 0 if group.lifetime.is_state else position // self.size
                 page = row.pages[index][place]
-                holders = sum(page in other.pages[index].values() for other in self.rows.values())
+                holders = sum(page in other.pages[index].values() for other in others)
                 assert holders == pool.references(page) == 1, "a page that is shared is written"
-                self.device[index][page][position % self.size] = values[position]
+                self.device[row.owner, index][page][position % self.size] = values[position]
 
     def _check(self, row: _Row, start: int) -> None:
         """What the queries from `start` on see is the request's own."""
@@ -248,10 +259,10 @@ class SimulatedRank:
         for index, group in enumerate(self.groups):
             pages, last = row.pages[index], row.num_computed
             if group.lifetime.is_state:
-                assert self.device[index][pages[0]][(last - 1) % self.size] == values[-1]
+                assert self.device[row.owner, index][pages[0]][(last - 1) % self.size] == values[-1]
                 continue
             for position in range(group.lifetime.first_seen(start), last):
-                found = self.device[index][pages[position // self.size]][position % self.size]
+                found = self.device[row.owner, index][pages[position // self.size]][position % self.size]
                 assert found == values[position], "a page holds another request's KV"
 
 

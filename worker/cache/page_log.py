@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_CHANGES = 65536
 """Changes that are kept for readers."""
@@ -27,6 +28,25 @@ class Changes:
     is_new: bool
     stored: list[tuple[bytes, CachedPage]]
     removed: list[bytes]
+
+
+class PageNews(Protocol):
+    """What a cache tells of its pages."""
+
+    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
+        """See `PageLog.describe`."""
+
+    def described(self) -> None:
+        """See `PageLog.described`."""
+
+    def store(self, key: bytes, is_host: bool) -> None:
+        """See `PageLog.store`."""
+
+    def remove(self, key: bytes) -> None:
+        """See `PageLog.remove`."""
+
+    def clear(self, weights_version: int) -> None:
+        """See `PageLog.clear`."""
 
 
 class PageLog:
@@ -119,6 +139,48 @@ class PageLog:
                     self._changes.popleft()
                 self._changes.append((key, page))
                 self._end += 1
+
+
+class OwnerLog:
+    """What one of several caches tells of its pages, for a log of all: a page is there as long as any of them has it,
+    and in the host tier where no device has it."""
+
+    def __init__(self, whole: PageLog, places: dict[bytes, dict[int, bool]], owner: int) -> None:
+        """`places`, of all caches: by the key of a page those that have it, and whether in the host tier."""
+        self._whole = whole
+        self._places = places
+        self._owner = owner
+
+    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
+        """See `PageLog.describe`."""
+        self._whole.describe(keys, first, tokens)
+
+    def described(self) -> None:
+        """See `PageLog.described`."""
+        self._whole.described()
+
+    def store(self, key: bytes, is_host: bool) -> None:
+        """See `PageLog.store`."""
+        self._places.setdefault(key, {})[self._owner] = is_host
+        self._tell(key)
+
+    def remove(self, key: bytes) -> None:
+        """See `PageLog.remove`."""
+        if key in self._places:
+            self._places[key].pop(self._owner, None)
+            self._tell(key)
+
+    def clear(self, weights_version: int) -> None:
+        """See `PageLog.clear`; all caches are cleared at once."""
+        self._places.clear()
+        self._whole.clear(weights_version)
+
+    def _tell(self, key: bytes) -> None:
+        if held := self._places[key]:
+            self._whole.store(key, all(held.values()))
+        else:
+            del self._places[key]
+            self._whole.remove(key)
 
 
 class PageReader:

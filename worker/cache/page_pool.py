@@ -19,6 +19,8 @@ class Copy:
     source: int
     target: int
     group: int = 0
+    owner: int = 0
+    """The attention rank whose pages these are; of several others make no copy."""
 
 
 class PagePool:

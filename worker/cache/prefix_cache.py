@@ -12,11 +12,12 @@ Bookkeeping only: the copies that it decides on are in `take_copies`, and every 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.cache.page_log import PageLog
+from allspan.worker.cache.page_log import PageNews
 from allspan.worker.cache.page_pool import Copy, PagePool
 
 
@@ -36,6 +37,26 @@ class Match:
         return sum(is_host for _, is_host in self.pages)
 
 
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Numbers of pages, of one cache or of several together."""
+
+    total: int
+    used: int
+    cached: int
+    host_total: int = 0
+    host_used: int = 0
+    """The pages of the host tier that hold something."""
+
+    @property
+    def available(self) -> int:
+        """The pages that no request holds."""
+        return self.total - self.used
+
+    def __add__(self, other: PageCounts) -> PageCounts:
+        return PageCounts(*map(operator.add, astuple(self), astuple(other)))
+
+
 class PrefixCache:
     """All pages of the device, with or without keys, and those of the host tier. Not thread-safe."""
 
@@ -46,12 +67,19 @@ class PrefixCache:
         self.host = PagePool(num_host_pages) if num_host_pages else None
         self.generation = 0
         """Counts resets: keys made before the last one must not be inserted any more."""
-        self.log: PageLog | None = None
+        self.log: PageNews | None = None
         """Learns which pages can be found; its owner tells it of resets."""
         self._computing: dict[bytes, object] = {}
         self._saves: list[Copy] = []
         self._loads: list[Copy] = []
         self._pinned: list[int] = []
+
+    @property
+    def counts(self) -> PageCounts:
+        """Its pages, by what they are."""
+        device, host = self.device, self.host
+        of_host = (0, 0) if host is None else (host.total, host.total - host.num_free)
+        return PageCounts(device.total, device.num_used, device.num_cached, *of_host)
 
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest beginning of `keys` that is cached or in use somewhere."""
@@ -192,7 +220,7 @@ class PrefixCache:
         self.host.release((target,))
         self._saves.append(Copy(page, target, self._group))
 
-    def _log_loss(self, log: PageLog, key: bytes) -> None:
+    def _log_loss(self, log: PageNews, key: bytes) -> None:
         """Tells the log where a page is that one tier has given up."""
         found = self.find(key)
         if found is None:

@@ -154,36 +154,35 @@ class LeaderPlanner:
 
 
 def _load(scheduler: Scheduler) -> Load:
-    pool = scheduler.memory.told_pool
+    pages = scheduler.memory.told_counts
     queued = 0
     for request in scheduler.requests():
         output = len(request.output_token_ids)
         queued += max(len(request.prompt_token_ids) + output - request.num_computed - 1, 0)
         queued += min(max(request.max_tokens - output, 0), EXPECTED_TOKENS)
     return Load(
-        scheduler.num_running, scheduler.num_waiting, queued, pool.num_used, pool.total, cached_pages=pool.num_cached
+        scheduler.num_running, scheduler.num_waiting, queued, pages.used, pages.total, cached_pages=pages.cached
     )
 
 
 def _statistics(scheduler: Scheduler) -> dict[str, Any]:
-    caches = [group.cache for group in scheduler.memory.groups]
-    hosts = [cache.host for cache in caches if cache.host]
-    fullest = max((cache.device for cache in caches), key=lambda pool: pool.num_used / pool.total)
-    held = scheduler.limits.context_tokens([cache.device.total for cache in caches])
-    free = scheduler.limits.context_tokens([cache.device.num_available for cache in caches])
+    groups = scheduler.memory.counts
+    fullest = max(groups, key=lambda pages: pages.used / pages.total)
+    held = scheduler.limits.context_tokens([pages.total for pages in groups])
+    free = scheduler.limits.context_tokens([pages.available for pages in groups])
     prompt, generated = scheduler.tokens_per_s()
     return counters_of(scheduler.counters) | {
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
-        "pages_total": sum(cache.device.total for cache in caches),
-        "pages_used": sum(cache.device.num_used for cache in caches),
-        "pages_cached": sum(cache.device.num_cached for cache in caches),
+        "pages_total": sum(pages.total for pages in groups),
+        "pages_used": sum(pages.used for pages in groups),
+        "pages_cached": sum(pages.cached for pages in groups),
         "fullest_pages_total": fullest.total,
-        "fullest_pages_used": fullest.num_used,
+        "fullest_pages_used": fullest.used,
         "free_tokens": min(free),
         "filling_tokens": max(held),
-        "host_pages_total": sum(host.total for host in hosts),
-        "host_pages_used": sum(host.total - host.num_free for host in hosts),
+        "host_pages_total": sum(pages.host_total for pages in groups),
+        "host_pages_used": sum(pages.host_used for pages in groups),
         "prompt_tokens_per_s": prompt,
         "generated_tokens_per_s": generated,
         "step_tokens": tuple(scheduler.counters.step_tokens),

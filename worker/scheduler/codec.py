@@ -1,12 +1,12 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP5", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, nine counts u32:
+    header   "ASP6", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, nine counts u32:
              leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
     drops    16 bytes each
-    joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter i32
-    numbers  u32 each: leaves; row, page count, group and first place of each grant; source, target and group of each
-             save and each load; row and token count of each run and of each draft; then the pages of all grants and
-             the tokens of all drafts
+    joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter i32, owner u32
+    numbers  u32 each: leaves; row, page count, group and first place of each grant; source, target, group and owner of
+             each save and each load; row and token count of each run and of each draft; then the pages of all grants
+             and the tokens of all drafts
 
 Every count is checked against the length before anything is read.
 """
@@ -21,9 +21,9 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP5"
+_MAGIC = b"ASP6"
 _HEADER = struct.Struct("<4sIQIII9I")
-_JOIN = struct.Struct("<I16sQIIi")
+_JOIN = struct.Struct("<I16sQIIiI")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
 
@@ -34,7 +34,7 @@ def encode(plan: StepPlan) -> bytes:
     for grant in plan.grants:
         numbers += (grant.row, len(grant.pages), grant.group, grant.first)
     for copy in itertools.chain(plan.saves, plan.loads):
-        numbers += (copy.source, copy.target, copy.group)
+        numbers += (copy.source, copy.target, copy.group, copy.owner)
     for run in plan.runs:
         numbers += (run.row, run.num_tokens)
     for row, tokens in plan.drafts:
@@ -50,7 +50,8 @@ def encode(plan: StepPlan) -> bytes:
     try:
         head = _HEADER.pack(_MAGIC, plan.epoch, plan.step, plan.tokens_hash, plan.operation, plan.in_flight, *counts)
         joins = b"".join(
-            _JOIN.pack(j.row, j.request_id, j.digest, j.num_computed, j.num_output, j.adapter) for j in plan.joins
+            _JOIN.pack(j.row, j.request_id, j.digest, j.num_computed, j.num_output, j.adapter, j.owner)
+            for j in plan.joins
         )
         return head + b"".join(plan.drops) + joins + struct.pack(f"<{len(numbers)}I", *numbers)
     except struct.error as error:
@@ -71,10 +72,10 @@ def decode(data: bytes) -> StepPlan:
         raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
     granted_at = leaves + 4 * grants
-    copied_at = granted_at + 3 * (saves + loads)
+    copied_at = granted_at + 4 * (saves + loads)
     fixed = copied_at + 2 * (runs + drafts)
     granted = list(zip(*[iter(numbers[leaves:granted_at])] * 4, strict=False))
-    copied = zip(*[iter(numbers[granted_at:copied_at])] * 3, strict=False)
+    copied = zip(*[iter(numbers[granted_at:copied_at])] * 4, strict=False)
     saved, loaded = (list(itertools.islice(copied, count)) for count in (saves, loads))
     pairs = zip(numbers[copied_at:fixed:2], numbers[copied_at + 1 : fixed : 2], strict=False)
     ran, drafted = (list(itertools.islice(pairs, count)) for count in (runs, drafts))

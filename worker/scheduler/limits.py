@@ -44,6 +44,8 @@ class Limits:
     """How long the first cache group, which has `num_pages`, keeps pages."""
     more_groups: tuple[GroupLimits, ...] = ()
     row_inputs: RowInputs = field(default_factory=RowInputs)
+    attention_ranks: int = 1
+    """Ranks that have so many pages each, for requests of their own; 1: every rank has the pages of all requests."""
     max_logits_rows: int = field(init=False)
     """Most rows of logits of a step: every running row's, or those of a chunk whose log-probabilities are asked."""
     max_chunk_tokens: int = field(init=False)
@@ -184,6 +186,7 @@ def limits_of(
     max_model_len: int,
     pages: int | tuple[GroupLimits, ...],
     row_inputs: RowInputs,
+    attention_ranks: int = 1,
 ) -> Limits:
     """Returns the limits of a rank, from its model and its configuration. `pages`: of each cache group; a number stands
     for one group that keeps all tokens."""
@@ -197,6 +200,7 @@ def limits_of(
         lifetime=first.lifetime,
         more_groups=tuple(more),
         row_inputs=row_inputs,
+        attention_ranks=attention_ranks,
         max_num_seqs=most.max_num_seqs,
         max_num_batched_tokens=most.max_num_batched_tokens,
         max_queued_requests=most.max_queued_requests,

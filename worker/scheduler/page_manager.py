@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from allspan.protos.api.errors import InternalError
 from allspan.protos.page_keys import page_keys, root_key
-from allspan.worker.cache.page_log import PageLog
-from allspan.worker.cache.page_pool import Copy, PagePool
-from allspan.worker.cache.prefix_cache import Match, PrefixCache
+from allspan.worker.cache.page_log import PageLog, PageNews
+from allspan.worker.cache.page_pool import Copy
+from allspan.worker.cache.prefix_cache import Match, PageCounts, PrefixCache
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.page_group import PageGroup
 from allspan.worker.scheduler.plan import Grant
@@ -34,6 +34,8 @@ class PrefixHit:
     """The number of cached pages that the request begins behind."""
     parts: tuple[Match, ...]
     """For each cache group, the last of these pages, which later tokens still see."""
+    owner: int = 0
+    """The attention rank whose pages these are."""
 
     @property
     def num_host_pages(self) -> int:
@@ -43,7 +45,8 @@ class PrefixHit:
 class PageManager:
     """Pages for requests, from the prefix cache or fresh, in every cache group. Not thread-safe."""
 
-    def __init__(self, limits: Limits, settings: PrefixSettings) -> None:
+    def __init__(self, limits: Limits, settings: PrefixSettings, news: PageNews | None = None) -> None:
+        """`news`: is told what becomes of pages instead of a log of this manager's own."""
         groups = limits.groups(settings.num_host_pages if settings.enabled else 0)
         self.groups = tuple(
             PageGroup(i, group, limits.page_size, limits.max_chunk_tokens) for i, group in enumerate(groups)
@@ -59,7 +62,8 @@ class PageManager:
         """What requests may begin with: the pages of the group that keeps whole contexts, where there is one."""
         self._logged = logged.index
         if settings.enabled and not logged.limits.lifetime.is_state:
-            self.log = logged.cache.log = PageLog(limits.page_size)
+            self.log = PageLog(limits.page_size) if news is None else None
+            logged.cache.log = self.log if news is None else news
 
     @property
     def cache(self) -> PrefixCache:
@@ -67,15 +71,26 @@ class PageManager:
         return self.groups[0].cache
 
     @property
-    def told_pool(self) -> PagePool:
-        """The device's pages of the group that `log` is of."""
-        return self.groups[self._logged].cache.device
+    def is_told(self) -> bool:
+        """Whether a log is told of its pages."""
+        return self.groups[self._logged].cache.log is not None
 
-    def match(self, request: Request) -> PrefixHit | None:
-        """What the cache has of a request that is about to join; None when another one computes its next page right
-        now, so that it had better wait. The last token is never matched: it must be computed to sample."""
+    @property
+    def counts(self) -> tuple[PageCounts, ...]:
+        """The pages of each cache group."""
+        return tuple(group.cache.counts for group in self.groups)
+
+    @property
+    def told_counts(self) -> PageCounts:
+        """The pages of the group that `log` is of."""
+        return self.groups[self._logged].cache.counts
+
+    def match(self, request: Request) -> tuple[PrefixHit, ...] | None:
+        """What the cache has of a request that is about to join, as the one choice that there is; None when another one
+        computes its next page right now, so that it had better wait. The last token is never matched: it must be
+        computed to sample."""
         if not self.looks_up(request):
-            return self._hit(())
+            return (self._hit(()),)
         if request.awaits and self._is_awaited(request.awaits, request):
             return None
         keys = self._keys(request, (request.num_tokens - 1) // self._page_size)
@@ -85,7 +100,7 @@ class PageManager:
             if not self._is_awaited(key, request):
                 break
             request.awaits = key
-        return None if request.awaits else hit
+        return None if request.awaits else (hit,)
 
     def looks_up(self, request: Request) -> bool:
         """Whether the request may begin with cached pages; log-probabilities of its prompt and pooling that reads other
@@ -93,12 +108,15 @@ class PageManager:
         needs_all = request.wants_prompt_logprobs or request.options.pooling in ("mean", "cls")
         return self._settings.enabled and request.options.prefix_cache and not needs_all
 
-    def fits(self, request: Request, hit: PrefixHit, spare: int, others: Sequence[Request] = ()) -> bool:
-        """Whether the request can join, with `spare` pages left in each group, once `others` have given theirs back."""
+    def fits(
+        self, request: Request, hit: PrefixHit, staying: Sequence[Request], leaving: Sequence[Request] = ()
+    ) -> bool:
+        """Whether the request can join, with a page of each group left for every one that is `staying`, once those
+        `leaving` have given theirs back."""
         for i, (group, part) in enumerate(zip(self.groups, hit.parts, strict=True)):
             first, last = group.pages_at_join(part, hit.num_pages, request.num_tokens)
-            freed = sum(len(other.held[i].pages) for other in others)
-            if not group.cache.fits(part, last - first, spare - freed):
+            freed = sum(len(other.held[i].pages) for other in leaving)
+            if not group.cache.fits(part, last - first, len(staying) - freed):
                 return False
         return True
 
@@ -165,14 +183,14 @@ class PageManager:
         those that no later token sees are given back."""
         full = request.num_computed // self._page_size
         if full > request.held[0].num_inserted and request.generation == self.cache.generation:
-            keys = self._keys(request, full)
-            if self.log is not None:
+            keys, news = self._keys(request, full), self.groups[self._logged].cache.log
+            if news is not None:
                 first = request.held[self._logged].num_inserted
-                self.log.describe(keys, first, request.tokens(first * self._page_size, full * self._page_size))
+                news.describe(keys, first, request.tokens(first * self._page_size, full * self._page_size))
             for group, held in zip(self.groups, request.held, strict=True):
                 group.commit(held, keys)
-            if self.log is not None:
-                self.log.described()
+            if news is not None:
+                news.described()
         for group in self._windows:
             group.release_behind(request.held[group.index], request.num_computed)
 
@@ -203,8 +221,8 @@ class PageManager:
         """Forgets every cached page; those in use are forgotten when they are given back."""
         for group in self.groups:
             group.cache.reset()
-        if self.log is not None:
-            self.log.clear(self._weights_version)
+        if (news := self.groups[self._logged].cache.log) is not None:
+            news.clear(self._weights_version)
 
     def invalidate(self, weights_version: int) -> None:
         """Other weights: nothing that was computed holds any longer."""

@@ -35,6 +35,8 @@ class Join:
     """The number of tokens at the payload's end that count as output (a resumption)."""
     adapter: int = -1
     """Its slot; -1: none."""
+    owner: int = 0
+    """The attention rank whose pages it gets."""
 
 
 @dataclass(frozen=True, slots=True)

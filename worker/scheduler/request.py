@@ -84,6 +84,8 @@ class Request:
     """Tokens that the steps in flight compute."""
     num_unknown: int = 0
     """Tokens that the steps in flight sample."""
+    owner: int = 0
+    """The attention rank whose pages it has, or had last."""
     held: list[HeldPages] = field(default_factory=list)
     """Its pages in each cache group; empty while it waits."""
     max_tokens: int = 0

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from allspan.protos.api.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
 from allspan.protos.api.results import Output
-from allspan.worker.cache.page_pool import PagePool
 from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
 from allspan.worker.scheduler.drafting import Drafting
 from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timings, vector_end
@@ -27,7 +26,8 @@ from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
 from allspan.worker.scheduler.next_plan import NextPlan
-from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, PrefixSettings
+from allspan.worker.scheduler.owned_pages import page_memory
+from allspan.worker.scheduler.page_manager import PrefixHit, PrefixSettings
 from allspan.worker.scheduler.plan import Join, Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.slots import Slots
@@ -53,7 +53,7 @@ class Scheduler:
     ) -> None:
         """`prefix` None: no prefix cache. `lookahead` None: every step is planned when the one before is over."""
         self.limits = limits
-        self.memory = PageManager(limits, prefix or PrefixSettings())
+        self.memory = page_memory(limits, prefix or PrefixSettings())
         self.lookahead = Lookahead() if lookahead is None else lookahead
         self.counters = SchedulerCounters()
         self.throughput = Throughput()
@@ -69,11 +69,6 @@ class Scheduler:
         self._slots = Slots(limits.max_num_seqs)
         self.drafting: Drafting | None = None
         """None: no drafts. Else no step is planned ahead, as drafts begin with the last token."""
-
-    @property
-    def pool(self) -> PagePool:
-        """The device's pages."""
-        return self.memory.cache.device
 
     @property
     def num_waiting(self) -> int:
@@ -233,15 +228,23 @@ class Scheduler:
             request = self._waiting[i]
             if not self._running or self._running[-1].options.priority <= request.options.priority:
                 return
-            match = self.memory.match(request)
-            if match is None:
-                continue
-            worse = [r for r in self._running if r.options.priority > request.options.priority]
-            # Were all of them preempted in vain, nothing would be gained.
-            if self.memory.fits(request, match, len(self._running) - len(worse), worse):
-                while worse and not self._has_place(request, match):
-                    self._preempt(worse.pop())
+            if (hits := self.memory.match(request)) is not None:
+                self._preempt_for(request, hits)
+                return
+
+    def _preempt_for(self, request: Request, hits: Sequence[PrefixHit]) -> None:
+        """Preempts running requests of a worse priority where that makes a place."""
+        if any(self._has_place(request, hit) for hit in hits):
             return
+        worse = [r for r in self._running if r.options.priority > request.options.priority]
+        staying = self._running[: len(self._running) - len(worse)]
+        # Were all of them preempted in vain, nothing would be gained.
+        hit = next((hit for hit in hits if self.memory.fits(request, hit, staying, worse)), None)
+        for victim in reversed(worse):
+            if hit is None or self._has_place(request, hit):
+                return
+            if not self._slots.free or victim.owner == hit.owner:
+                self._preempt(victim)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
         """Returns the running requests that have more than one token to compute."""
@@ -282,33 +285,34 @@ class Scheduler:
             request = self._waiting[index]
             if before is not None and request.options.priority >= before:
                 return
-            match = self.memory.match(request)
-            if match is None:
+            hits = self.memory.match(request)
+            if hits is None:
                 index += 1
                 continue
-            if not self._has_place(request, match):
+            hit = next((hit for hit in hits if self._has_place(request, hit)), None)
+            if hit is None:
                 return
             if not self.lookahead.may_join(request):
                 step.must_wait = True
                 return
             self._waiting.remove(request)
-            self._join(request, match)
+            self._join(request, hit)
             step.prefill(request)  # whose pages it has
 
-    def _has_place(self, request: Request, match: PrefixHit) -> bool:
+    def _has_place(self, request: Request, hit: PrefixHit) -> bool:
         """A row is free, and so are the pages, with one left for each running request, else the newcomer would soon
         have to make room again. Rows that leave in this plan are free in it."""
-        return bool(self._slots.free) and self.memory.fits(request, match, len(self._running))
+        return bool(self._slots.free) and self.memory.fits(request, hit, self._running)
 
-    def _join(self, request: Request, match: PrefixHit) -> None:
+    def _join(self, request: Request, hit: PrefixHit) -> None:
         now = self._clock()
         if request.status is RequestStatus.WAITING:
-            self._count_join(request, match, now)
+            self._count_join(request, hit, now)
         request.move(RequestStatus.RUNNING)
         self._slots.take(request)
         self.lookahead.join(request)
         insort(self._running, request, key=_place)
-        self._next.grants += self.memory.join(request, match)
+        self._next.grants += self.memory.join(request, hit)
         self._next.joins.append(
             Join(
                 row=request.row,
@@ -317,15 +321,16 @@ class Scheduler:
                 num_computed=request.num_computed,
                 num_output=len(request.output_token_ids),
                 adapter=request.adapter,
+                owner=request.owner,
             )
         )
 
-    def _count_join(self, request: Request, match: PrefixHit, now: float) -> None:
+    def _count_join(self, request: Request, hit: PrefixHit, now: float) -> None:
         """The first time that a request runs. What it finds when it comes back is not counted."""
         prompt, size = len(request.prompt_token_ids), self.limits.page_size
         request.started_at = now
-        request.cached_tokens = min(match.num_pages * size, prompt)
-        request.host_cached_tokens = min(match.num_host_pages * size, prompt)
+        request.cached_tokens = min(hit.num_pages * size, prompt)
+        request.host_cached_tokens = min(hit.num_host_pages * size, prompt)
         self.counters.prompt_tokens += prompt
         self.throughput.prompt.count(now, prompt)
         if self.memory.looks_up(request):
@@ -343,7 +348,7 @@ class Scheduler:
             if step.is_ahead:
                 step.must_wait = True
                 return False
-            victim = self._running[-1]
+            victim = next(other for other in reversed(self._running) if other.owner == request.owner)
             self._preempt(victim)
             step.has_preempted = True
             if victim is request:

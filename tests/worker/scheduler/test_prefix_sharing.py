@@ -27,7 +27,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again_but_for_its_last_page():
     assert world.num_computed - before == 20 + 3 - 16, "the last token must be computed, and its page with it"
     assert hits(world) == (40, 16, 0)
     assert world.scheduler.requests() == ()
-    assert world.scheduler.pool.num_used == 0
+    assert world.scheduler.memory.cache.device.num_used == 0
 
 
 def test_output_is_found_by_the_next_turn():
@@ -50,13 +50,13 @@ def test_who_does_not_share_finds_nothing_and_is_not_found(options):
     world.submit(asked(2, [7] * 20, max_tokens=2, options=options))
     world.run()
     assert hits(world)[1] == 0
-    before = world.scheduler.pool.num_cached
+    before = world.scheduler.memory.cache.device.num_cached
     world.submit(asked(3, [8] * 20, max_tokens=2, options=options))
     world.run()
     world.submit(asked(4, [8] * 20, max_tokens=2))
     world.run()
     assert hits(world)[1] == 0
-    assert world.scheduler.pool.num_cached > before
+    assert world.scheduler.memory.cache.device.num_cached > before
 
 
 def test_prompts_of_different_rotary_tables_share_nothing():
@@ -111,7 +111,7 @@ def test_a_page_that_a_cancelled_request_was_about_to_fill_is_not_found():
     one = world.submit(asked(1, [7] * 8, max_tokens=2))
     world.between = lambda: world.cancel(one)
     world.step()
-    assert world.scheduler.pool.num_cached == 0
+    assert world.scheduler.memory.cache.device.num_cached == 0
 
 
 def test_a_better_one_puts_out_the_worst_for_its_row_and_for_its_pages():
@@ -239,7 +239,7 @@ def test_the_time_limit_counts_from_arrival_waiting_or_running():
     world.run()
     assert world.ends[free.request_id] == "length"
     assert world.scheduler.counters.failed_requests == 2
-    assert world.scheduler.pool.num_used == 0
+    assert world.scheduler.memory.cache.device.num_used == 0
 
 
 def test_a_full_queue_says_when_to_come_again():
@@ -266,7 +266,7 @@ def test_after_a_reset_nothing_is_found_not_even_what_was_in_use():
     world.step()
     world.scheduler.memory.reset()
     world.run()
-    assert world.scheduler.pool.num_cached == 0
+    assert world.scheduler.memory.cache.device.num_cached == 0
     world.submit(asked(2, [7] * 20, max_tokens=4))
     world.run()
     assert hits(world)[1] == 0

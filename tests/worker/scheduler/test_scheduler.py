@@ -229,9 +229,9 @@ def test_a_cancelled_request_frees_its_pages_at_once_and_its_row_with_the_next_p
     world = World()
     one = world.submit(request(1, [1] * 9, max_tokens=30))
     world.step()
-    assert world.scheduler.pool.num_used == 3
+    assert world.scheduler.memory.cache.device.num_used == 3
     world.cancel(one)
-    assert world.scheduler.pool.num_used == 0
+    assert world.scheduler.memory.cache.device.num_used == 0
     plan = world.step()
     assert plan is not None
     assert (plan.leaves, plan.drops, plan.runs) == ((0,), (one.request_id,), ())
@@ -283,7 +283,7 @@ def test_abandon_ends_everything_with_the_error():
     outcomes = world.scheduler.abandon(error)
     assert [outcome for _, outcome in outcomes] == [error] * 3
     world.scheduler.check()
-    assert world.scheduler.pool.num_used == 0
+    assert world.scheduler.memory.cache.device.num_used == 0
 
 
 def test_schedule_and_apply_alternate():
@@ -342,7 +342,7 @@ def test_whatever_comes_each_request_ends_once_with_all_its_tokens(actions, num_
             for _ in range(first):
                 world.step()
     world.run(most=20_000)
-    assert world.scheduler.pool.num_used == 0
+    assert world.scheduler.memory.cache.device.num_used == 0
     assert not world.rows
     assert world.dropped == {one.request_id for one in submitted}
     for one in submitted:

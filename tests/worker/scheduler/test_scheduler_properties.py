@@ -126,7 +126,7 @@ class Story:
 
     def check_end(self) -> None:
         world = self.world
-        assert not any(group.cache.device.num_used for group in world.scheduler.memory.groups)
+        assert not any(pages.used for pages in world.scheduler.memory.counts)
         assert not world.rows
         assert not world.parked
         assert world.dropped == {one.request_id for one in self.submitted} == world.ends.keys()
@@ -175,6 +175,7 @@ def test_busy_days_on_tiny_pools_end_well(seed):
         max_num_seqs=rows,
         max_num_batched_tokens=rows + rng.randint(0, 20),
         depth=1 + seed % 3,
+        attention_ranks=(1, 2, 1, 3)[seed % 4],
         **groups(rng.randint(1, 12), size, rows, rows + 20, rng.choice(["", "", "aw", "w", "aww", "as", "aws"])),
     )
     draft(world, rng.choice([0, 0, 1, 3, 9]))
@@ -196,7 +197,12 @@ def test_busy_days_on_tiny_pools_end_well(seed):
     st.integers(0, 12),
     st.sampled_from([8, 30, 1, 0]),
     st.sampled_from([1, 2, 3]),
-    st.tuples(st.integers(1, 12), st.sampled_from(["", "w", "aw", "ww", "as", "aws"]), st.sampled_from([0, 0, 2, 7])),
+    st.tuples(
+        st.integers(1, 12),
+        st.sampled_from(["", "w", "aw", "ww", "as", "aws"]),
+        st.sampled_from([0, 0, 2, 7]),
+        st.sampled_from([1, 2, 1, 3]),
+    ),
 )
 def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(
     actions, size, extra, rows, budget, host, depth, more
@@ -210,6 +216,7 @@ def test_whatever_comes_every_page_that_is_read_holds_the_right_tokens(
         max_num_seqs=rows,
         max_num_batched_tokens=rows + budget,
         depth=depth,
+        attention_ranks=more[3],
         **groups(more[0], size, rows, rows + budget, more[1]),
     )
     draft(world, more[2])
