@@ -13,6 +13,7 @@ from torch import Tensor
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.owners import Owners
 from allspan.worker.engine.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
@@ -42,8 +43,8 @@ class Batch:
         self._lifetimes = sizes.lifetimes
         self._has_adapters = has_adapters
         self._axis_names = axis_names(sizes.num_positions)
+        self._owners = Owners(sizes)
         self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths, scorer=sizes.scorer)
-        self._max_model_len = sizes.max_model_len
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
@@ -152,10 +153,8 @@ class Batch:
         values, logits = self._values(plan.step, rows, counts)
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
-        if len(self._lifetimes) > 1:
-            values |= self._more_groups(rows, values)
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
-        inputs = self.buffers.fill(self._rotary_rows(values, rows), common)
+        inputs = self.buffers.fill(values | self._attention_values(rows, counts, values), common)
         if self._has_adapters:
             inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
         if state.embeddings:
@@ -198,7 +197,7 @@ class Batch:
             return
         if self._tiers is None:
             raise InternalError(f"step {plan.step} moves pages to or from a host tier, this rank has none")
-        self._tiers.copy(plan.saves, plan.loads)
+        self._tiers.copy(self._owners.copies(plan.saves), self._owners.copies(plan.loads))
 
     def _leave(self, row: int, plan: StepPlan) -> None:
         request_id = self._rows.request_ids[row]
@@ -227,11 +226,12 @@ class Batch:
             )
         state.enter(row, join.request_id, tokens, join.num_computed)
         state.adapters[row] = join.adapter
+        self._owners.enter(row, join.owner)
         if request.embeddings is not None:
             state.embeddings[row] = request.embeddings
         if request.positions is not None:
             state.positions[row] = request.positions
-        state.first_rotary_rows[row] = self._row_inputs.table_of(prompt_len) * self._max_model_len
+        state.first_rotary_rows[row] = self._row_inputs.table_of(prompt_len) * state.tokens.shape[1]
         if request.options.pooling:
             scorer = self._row_inputs.scorer
             self._pools[row] = RowPool(request.options.pooling, prompt_len, scorer.weight if scorer else None)
@@ -243,39 +243,51 @@ class Batch:
         self._sampler.add(row, request.params, prompt_len, state.tokens[row], request.grammar)
 
     def _values(self, step: int, rows: Longs, counts: Longs) -> tuple[dict[str, NDArray[Any]], LogitsRows]:
-        """The inputs of a step with `counts` more tokens of `rows`, and what its logits are for."""
+        """The tokens of a step with `counts` more of `rows`, and what its logits are for."""
         state = self._rows
         starts = state.num_computed[rows]
         kv_lens = starts + counts
         page_counts = -(-kv_lens // self._page_size)
         if self._lacks_pages(rows, page_counts) or (kv_lens > state.num_tokens[rows] + state.num_drafts[rows]).any():
             raise InternalError(f"step {step}: a row runs past its tokens or its pages")
-        qo_indptr, page_indptr = _indptr(counts), _indptr(page_counts)
-        token_rows = np.repeat(rows, counts)
+        qo_indptr, token_rows = _indptr(counts), np.repeat(rows, counts)
         positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
-        pages, offsets = np.divmod(positions, self._page_size)
-        page_rows = np.repeat(rows, page_counts)
         logits_rows, logits = self._choose_logits(rows, token_rows, positions, qo_indptr)
         values = {
             "ids": state.tokens[token_rows, positions],
             "positions": positions,
-            "slots": state.tables[0][token_rows, pages] * self._page_size + offsets,
             "qo_indptr": qo_indptr,
-            "page_indptr": page_indptr,
-            "page_indices": state.tables[0][page_rows, _nth(page_indptr)],
             "kv_lens": kv_lens,
             "logits_rows": logits_rows,
         }
-        if self._axis_names:
-            values |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
         return values, logits
 
-    def _rotary_rows(self, values: dict[str, NDArray[Any]], rows: Longs) -> dict[str, NDArray[Any]]:
-        """The inputs, with the rows of the rotary tables instead of the tokens' indices."""
-        if not self._row_inputs.prompt_lengths:
-            return values
-        firsts = np.repeat(self._rows.first_rotary_rows[rows], np.diff(values["qo_indptr"]))
-        return values | {"positions": values["positions"] + firsts}
+    def _attention_values(self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """What attention reads of these tokens; where ranks attend for requests of their own, of this rank's alone."""
+        state, positions, kv_lens = self._rows, values["positions"], values["kv_lens"]
+        given: dict[str, NDArray[Any]] = {}
+        if (is_own := self._owners.own(rows)) is not None:
+            of_own = np.repeat(is_own, counts)
+            given = {"own_rows": np.flatnonzero(of_own), "own_places": np.where(of_own, np.cumsum(of_own) - 1, -1)}
+            rows, counts, positions, kv_lens = rows[is_own], counts[is_own], positions[of_own], kv_lens[is_own]
+        page_counts = -(-kv_lens // self._page_size)
+        page_indptr = _indptr(page_counts)
+        token_rows, page_rows = np.repeat(rows, counts), np.repeat(rows, page_counts)
+        pages, offsets = np.divmod(positions, self._page_size)
+        given |= {"qo_indptr": _indptr(counts), "page_indptr": page_indptr, "kv_lens": kv_lens, "positions": positions}
+        for group, (lifetime, table) in enumerate(zip(self._lifetimes, state.tables, strict=True)):
+            slots, indices = group_name("slots", group), group_name("page_indices", group)
+            if group and lifetime.is_state:
+                given |= {slots: table[token_rows, 0], indices: table[rows, 0]}
+                given[group_name("page_indptr", group)] = np.arange(len(rows) + 1)
+            else:
+                given[slots] = table[token_rows, pages] * self._page_size + offsets
+                given[indices] = table[page_rows, _nth(page_indptr)]
+        if self._axis_names:
+            given |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
+        if self._row_inputs.prompt_lengths:  # the rows of the rotary tables instead of the tokens' indices
+            given["positions"] = positions + np.repeat(state.first_rotary_rows[rows], counts)
+        return given
 
     def _embeddings(self, rows: Longs, values: dict[str, NDArray[Any]]) -> EmbeddingRows | None:
         """The embedding rows among a step's tokens."""
@@ -298,22 +310,6 @@ class Batch:
             (self._rows.num_pages[group, rows] < (1 if lifetime.is_state else page_counts)).any()
             for group, lifetime in enumerate(self._lifetimes)
         )
-
-    def _more_groups(self, rows: Longs, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Slots and page tables of the cache groups behind the first, for the same tokens, by name."""
-        token_rows = np.repeat(rows, np.diff(values["qo_indptr"]))
-        page_rows = np.repeat(rows, np.diff(values["page_indptr"]))
-        pages, offsets = np.divmod(values["positions"], self._page_size)
-        places = _nth(values["page_indptr"])
-        more: dict[str, NDArray[Any]] = {}
-        for group, (lifetime, table) in enumerate(zip(self._lifetimes[1:], self._rows.tables[1:], strict=True), 1):
-            slots, indices = group_name("slots", group), group_name("page_indices", group)
-            if lifetime.is_state:
-                more |= {slots: table[token_rows, 0], indices: table[rows, 0]}
-                more[group_name("page_indptr", group)] = np.arange(len(rows) + 1)
-            else:
-                more |= {slots: table[token_rows, pages] * self._page_size + offsets, indices: table[page_rows, places]}
-        return more
 
     def _choose_logits(
         self, rows: Longs, token_rows: Longs, positions: Longs, qo_indptr: Longs

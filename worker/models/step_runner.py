@@ -34,8 +34,8 @@ class StepRunner:
         self._check = check
         self._row_numbers = row_numbers
         self._inputs: StepInputs | None = None
-        self._step: tuple[dict[str, Any], int, int] = {}, 0, 0
-        """What `_inputs` are to the program: by its names, tokens, rows of logits."""
+        self._step: tuple[dict[str, Any], int, int, int] = {}, 0, 0, 0
+        """What `_inputs` are to the program: by its names, tokens, rows of logits, tokens that the rank attends for."""
         self._graphs: dict[tuple[int, bool, bool], Recording] = {}
         """The recorded steps, keyed by the place of their inputs."""
         self._is_profiling = False
@@ -79,12 +79,15 @@ class StepRunner:
         """The time of each op on this rank since `start_profile`, the longest in total first; empty before any."""
         return self._executor.profile()
 
-    def _named(self, inputs: StepInputs) -> tuple[dict[str, Any], int, int]:
+    def _named(self, inputs: StepInputs) -> tuple[dict[str, Any], int, int, int]:
+        num_own = inputs.positions.shape[0]
         groups = [inputs.of_group(group) for group in range(self._num_groups)]
         values = {
             "ids": inputs.ids,
             "positions": inputs.positions,
             "logits_rows": inputs.logits_rows,
+            "own_rows": inputs.own_rows,
+            "own_places": inputs.own_places,
             "adapters": inputs.adapters,
             "embedding_rows": inputs.embeddings.rows if inputs.embeddings else None,
             "embedding_places": inputs.embeddings.at if inputs.embeddings else None,
@@ -94,5 +97,5 @@ class StepRunner:
         if self._row_numbers is not None:
             axes = inputs.axes or (inputs.positions,) * len(POSITION_AXES)
             values |= {axis_name(axis): own for axis, own in zip(POSITION_AXES, axes, strict=True)}
-            values["row_numbers"] = self._row_numbers[: inputs.ids.shape[0]]
-        return values, inputs.ids.shape[0], inputs.logits_rows.shape[0]
+            values["row_numbers"] = self._row_numbers[:num_own]
+        return values, inputs.ids.shape[0], inputs.logits_rows.shape[0], num_own

@@ -40,6 +40,8 @@ class Capabilities:
     """Weights, pages and buffers take the device's memory, not the host's."""
     gives_memory_back: bool = False
     """Memory that tensors hold can be given back and taken again while they live."""
+    has_own_rows: bool = False
+    """Steps may have rows for whose attention only other ranks have the pages."""
     row_dtypes: tuple[str, ...] = ()
     """Dtypes of weights for which packed matrices lie in rows (`allspan.kernels.packed_spec`); of others in panels."""
 

@@ -44,6 +44,10 @@ class BatchSizes:
     """See `RowInputs.prompt_lengths`."""
     scorer: Scorer | None = None
     """See `RowInputs.scorer`."""
+    attention_rank: int = 0
+    """This rank among those that attend for requests of their own."""
+    attention_ranks: int = 1
+    """How many those are; 1: every rank attends for all requests."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -56,9 +60,11 @@ def batch_sizes(
     max_model_len: int,
     lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
     row_inputs: RowInputs = NO_ROW_INPUTS,
+    attention: tuple[int, int] = (0, 1),
 ) -> BatchSizes:
     """Returns the sizes of a step of an engine with this configuration; `lifetimes` are those of the model's cache
-    groups, `row_inputs` what its requests may bring."""
+    groups, `row_inputs` what its requests may bring, `attention` this rank among those that attend for requests of
+    their own, and how many they are."""
     most = config.scheduler
     rows, page_size = most_logits_rows(most.max_num_seqs), config.cache.page_size
     tokens = most.max_num_batched_tokens
@@ -72,4 +78,5 @@ def batch_sizes(
         row_inputs.num_positions,
         row_inputs.prompt_lengths,
         row_inputs.scorer,
+        *attention,
     )

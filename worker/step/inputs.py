@@ -74,8 +74,9 @@ class GroupInputs:
 class StepInputs:
     """Views into buffers of fixed capacity, cut to this step's sizes. Tensors are int32, on the model's device.
 
-    n new tokens, R requests with new tokens, m rows whose logits are wanted. Given to a model again, it has the same
-    tensors as before, though there may be other numbers in them.
+    n new tokens, R requests with new tokens, m rows whose logits are wanted. Where a rank attends for its own requests
+    alone, all but `ids`, `logits_rows`, `adapters`, `embeddings` and `own_places` are of their k tokens. Given to a
+    model again, it has the same tensors as before, though there may be other numbers in them.
     """
 
     ids: Tensor
@@ -119,6 +120,10 @@ class StepInputs:
     """None: all tokens are given by their ids."""
     axes: tuple[Tensor, ...] = ()
     """[n] for each of `POSITION_AXES`, where the model's tokens have several positions; empty: all are `positions`."""
+    own_rows: Tensor | None = None
+    """[k]: which of the n tokens; None: the rank attends for all."""
+    own_places: Tensor | None = None
+    """[n]: the place of each token among the k, -1 for those of other ranks."""
 
     def of_group(self, group: int) -> StepInputs:
         """The step as the layers of a cache group see it; only the first group's pages are read once for several

@@ -31,7 +31,7 @@ from allspan.worker.step.model import DeviceModel
 class CpuBackend:
     """See `allspan.worker.step.backend.Backend`."""
 
-    capabilities = Capabilities(tensors="cpu", gives_memory_back=sys.platform.startswith("linux"))
+    capabilities = Capabilities(tensors="cpu", gives_memory_back=sys.platform.startswith("linux"), has_own_rows=True)
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         """Nothing is waited for: an op of the host returns when it is done."""

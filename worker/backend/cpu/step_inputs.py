@@ -34,7 +34,10 @@ class StepBuffers:
             "page_indices": pages,
             "logits_rows": sizes.max_logits_rows,
         }
-        changing, tokens = [*_CHANGING, *axis_names(sizes.num_positions)], max(sizes.max_tokens, sizes.max_rows)
+        tokens = max(sizes.max_tokens, sizes.max_rows)
+        if sizes.attention_ranks > 1:
+            lengths |= {"own_rows": tokens, "own_places": tokens}
+        changing = [*_CHANGING, *axis_names(sizes.num_positions)]
         for group, lifetime in enumerate(sizes.lifetimes[1:], start=1):
             slots, indptr, indices = (group_name(name, group) for name in ("slots", "page_indptr", "page_indices"))
             if lifetime.is_state:  # a token's slot is its request's page at every step
