@@ -150,9 +150,9 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
         *([f"  GPUs of the ranks          {', '.join(gpus)}"] if gpus else []),
         f"  memory available           {size(plan['available_bytes'])}{' on a GPU' if gpus else ''}",
         *([f"  buffers of a rank's steps  {size(plan['ranks'][0]['step_bytes'])}"] if gpus else []),
-        f"  KV cache size              {plan['num_tokens']:,} tokens ({counted(plan['num_pages'], 'page')})",
-        f"  KV cache of a token        {size(_token_kv_bytes(plan))} on a rank",
-        f"  host tier                  {plan['host_pages'] * plan['page_size']:,} tokens "
+        f"  KV cache of a token        {_token_kv(plan)}",
+        f"  KV cache size              {plan['num_tokens']:,} tokens ({_pages(plan)})",
+        f"  host tier                  {plan['host_pages'] * plan['page_size'] * plan['attention_ranks']:,} tokens "
         f"({counted(plan['host_pages'], 'page')})",
         f"  context of a request       {plan['max_model_len']:,} tokens",
         f"  largest context that fits  {plan['largest_model_len']:,} tokens",
@@ -167,11 +167,6 @@ def table(plan: dict[str, Any], cost: LinkCost | None = None) -> str:
     return "\n".join(lines)
 
 
-def _token_kv_bytes(plan: dict[str, Any]) -> float:
-    """Returns what the cache of the rank that holds most keeps for a token."""
-    return float(max(rank["kv_bytes_per_page"] for rank in plan["ranks"]) / plan["page_size"])
-
-
 def _hosts(plan: dict[str, Any], cost: LinkCost | None) -> list[str]:
     """Returns a line for each host of a plan over hosts, and those of the link's cost."""
     lines = []
@@ -181,6 +176,21 @@ def _hosts(plan: dict[str, Any], cost: LinkCost | None) -> list[str]:
         ranks = ", ".join(str(plan["ranks"].index(rank)) for rank in mine)
         lines.append(f"  {f'host {name}':<25}  ranks {ranks}: {size(takes)} of {size(available)} available")
     return [*lines, *(f"  over the link: {words}" for words in cost.lines())] if cost else lines
+
+
+def _pages(plan: dict[str, Any]) -> str:
+    pages, ranks = counted(plan["num_pages"], "page"), plan["attention_ranks"]
+    return f"{pages} on each of {ranks} ranks" if ranks > 1 else pages
+
+
+def _token_kv(plan: dict[str, Any]) -> str:
+    """Returns what a token's KV takes, and what data-parallel attention frees of it."""
+    own, every, freed = (size(plan["token_kv"][name]) for name in ("rank", "every_rank", "freed"))
+    if plan["attention_ranks"] > 1:
+        return f"{own}, on the rank that attends for it alone: {freed} fewer than all ranks would hold"
+    words = f"{own} on a rank" + (f", {every} on all together" if len(plan["ranks"]) > 1 else "")
+    is_freed = plan["token_kv"]["freed"] and plan["stages"] == 1
+    return words + (f"; --data-parallel-attention would free {freed}" if is_freed else "")
 
 
 def _active(plan: dict[str, Any]) -> str:

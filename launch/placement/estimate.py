@@ -119,6 +119,8 @@ def advice(plan: Mapping[str, Any]) -> list[str]:
             "rank with all their threads"
         )
     heads, kv_heads = model["num_heads"], model["num_kv_heads"]
+    if plan.get("attention_ranks", 1) > 1:  # every rank has all heads
+        return found
     if most := -(-heads // count) if heads % count else 0:
         found.append(
             f"{heads} query heads do not divide by {count} ranks: the rank with {most} of them is the slowest, and the "

@@ -78,6 +78,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--parallel": "--max-num-seqs",
         "--dp": "--data-parallel-size",
         "--dp-size": "--data-parallel-size",
+        "--enable-dp-attention": "--data-parallel-attention",
         "--pp-size": "--pipeline-parallel-size",
         "--ep-size": "--expert-parallel-size",
         "-ep": "--enable-expert-parallel",

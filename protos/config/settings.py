@@ -63,6 +63,9 @@ class ModelConfig:
     rebalance_experts_s: float = 0.0
     """Sets the seconds after which ranks exchange experts again and again, by the tokens of that time, while requests
     go on; 0 leaves experts where they are unless POST /rebalance_experts asks for it."""
+    data_parallel_attention: bool = False
+    """Has each rank attend for requests of its own, with all heads and the KV of these requests alone, while experts
+    and the other weights stay shared out. For models whose KV all ranks would hold (latent attention, few KV heads)."""
     verify: bool = False
     """Reads all weights of a converted model first and compares them with the hash in its manifest."""
 
@@ -202,6 +205,7 @@ class EngineOptions(TypedDict, total=False):
     expert_load: str
     expert_nodes: int
     rebalance_experts_s: float
+    data_parallel_attention: bool
     verify: bool
     page_size: int
     kv_cache_dtype: str

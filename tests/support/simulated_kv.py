@@ -74,8 +74,9 @@ def samples_ahead(params: SamplingParams) -> bool:
 
 
 class SimulatedRank:
-    """All attention ranks at once, each with pages of its own. `step()` runs one round of the scheduler's loop. `tokens`, `prompt_logprobs` and `ends` are what callers were
-    told, by request id; saying anything after an end fails."""
+    """All attention ranks at once, each with pages of its own. `step()` runs one round of the scheduler's loop.
+    `tokens`, `prompt_logprobs` and `ends` are what callers were told, by request id; saying anything after an end
+    fails."""
 
     def __init__(self, scheduler: Scheduler, num_host_pages: int = 0) -> None:
         self.scheduler = scheduler

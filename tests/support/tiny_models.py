@@ -134,8 +134,26 @@ def step_inputs(
     )
 
 
-def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
-    """This rank's logits [len, V_rank] of every prompt: all prompts side by side, `chunk` tokens of each a step."""
+def own_inputs(ids: Sequence[Sequence[int]], owners: Sequence[int], rank: int, inputs: StepInputs) -> StepInputs:
+    """A step as the rank sees it that attends for the requests of which it is the owner alone; `inputs` are those of
+    these requests."""
+    mine = [rank == owner for new, owner in zip(ids, owners, strict=True) for _ in new]
+    own = [row for row, is_mine in enumerate(mine) if is_mine]
+    places = [own.index(row) if is_mine else -1 for row, is_mine in enumerate(mine)]
+    return replace(
+        inputs,
+        ids=_int32([token for new in ids for token in new]),
+        logits_rows=_int32(range(len(mine))),
+        own_rows=_int32(own),
+        own_places=_int32(places),
+    )
+
+
+def prefill(
+    model: Model, prompts: Sequence[Sequence[int]], chunk: int, owners: Sequence[int] | None = None
+) -> list[Tensor]:
+    """This rank's logits [len, V_rank] of every prompt: all prompts side by side, `chunk` tokens of each a step.
+    `owners`: the ranks that attend for the prompts; None: all ranks do."""
     size = model.cache_groups[0].spec.page_size
     counts = [-(-len(ids) // size) for ids in prompts]
     numbers = list(range(sum(counts) + 3))
@@ -146,7 +164,11 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], chunk: int) -> list[
     for start in range(0, max(map(len, prompts)), chunk):
         live = [r for r, ids in enumerate(prompts) if len(ids) > start]
         new = [prompts[r][start : start + chunk] for r in live]
-        inputs = step_inputs(new, [start] * len(live), [pages[r] for r in live], size)
+        rank = model.holding.shard.rank
+        mine = [i for i, r in enumerate(live) if owners is None or owners[r] == rank]
+        inputs = step_inputs([new[i] for i in mine], [start] * len(mine), [pages[live[i]] for i in mine], size)
+        if owners is not None:
+            inputs = own_inputs(new, [owners[r] for r in live], rank, inputs)
         same = GroupInputs(inputs.slots, inputs.page_indptr, inputs.page_indices)
         logits = model.forward(replace(inputs, groups=(same,) * (len(model.cache_groups) - 1)))
         for r, part in zip(live, torch.split(logits.clone(), [len(ids) for ids in new]), strict=True):
@@ -162,18 +184,20 @@ def logits_on_ranks(
     backend: str = "reference",
     cache: CacheConfig | None = None,
     world: ThreadWorld | None = None,
+    owners: Sequence[int] | None = None,
     **config: Any,
 ) -> list[Tensor]:
-    """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process."""
+    """float32 [len, V] for every prompt, put together from the ranks' columns. Ranks are threads of this process.
+    `owners`: the ranks that attend for the prompts, with data-parallel attention."""
     world = world or ThreadWorld(num_ranks)
     has_whole = "all_gather_columns" in world.collectives[0].program_ops
     most = sum(min(chunk, len(ids)) for ids in prompts)
 
     def run(rank: int) -> list[Tensor]:
-        settings = ModelConfig(path=str(path), name="tiny", **config)
+        settings = ModelConfig(str(path), "tiny", data_parallel_attention=owners is not None, **config)
         pages = cache or CacheConfig(page_size=16)
         model = load_model(settings, world.collectives[rank], op_set(backend), most, most, cache=pages)
-        parts = prefill(model, prompts, chunk)
+        parts = prefill(model, prompts, chunk, owners)
         assert {part.shape[1] for part in parts} == {model.vocab_widths[0 if has_whole else rank]}
         return parts
 

@@ -22,6 +22,7 @@ from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.stage_runner import StageRunner
 from allspan.worker.engine.status import EngineState, EngineStatus
+from allspan.worker.load.attention_ranks import attention_place
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
@@ -68,7 +69,9 @@ class EngineCore:
         world, pipe = all_ranks(collectives), collectives.capabilities.pipe
         self.is_leader = world.rank == 0
         """True on the rank that schedules."""
-        self.limits = limits_of(config, sum(model.vocab_widths), model.max_model_len, num_pages, model.row_inputs)
+        own = attention_place(config.model, collectives)
+        vocab_size, length, row_inputs = sum(model.vocab_widths), model.max_model_len, model.row_inputs
+        self.limits = limits_of(config, vocab_size, length, num_pages, row_inputs, own[1])
         self.on_outputs: OnOutputs = lambda outcomes: None
         self.grammars = Grammars(config.model.path, self.limits.vocab_size, config.parallel.cpus)
         self.loop_progress = Progress()
@@ -86,8 +89,8 @@ class EngineCore:
             MaskMaker(config.parallel.cpus),
         )
         lifetimes = [group.lifetime for group in self.limits.groups()]
-        sizes = batch_sizes(config, model.max_model_len, lifetimes, model.row_inputs)
-        self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=model.row_inputs.num_adapters > 0)
+        sizes = batch_sizes(config, length, lifetimes, row_inputs, own)
+        self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=row_inputs.num_adapters > 0)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader)
         lookahead = Lookahead(depth, sampler.samples_ahead)

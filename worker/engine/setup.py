@@ -25,6 +25,7 @@ from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.weights import Weights
+from allspan.worker.load.attention_ranks import attention_place
 from allspan.worker.load.expert_moves import ExpertMoves
 from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
@@ -82,8 +83,8 @@ def load_engine(
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     head = _score_head(model, loaded, world.rank)
     await_others()
-    lifetimes = [group.lifetime for group in loaded.cache_groups]
-    sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs)
+    lifetimes, own = [group.lifetime for group in loaded.cache_groups], attention_place(model, collectives)
+    sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs, own)
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)

@@ -18,6 +18,7 @@ from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import CacheConfig, ModelConfig, WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.spec import ITEM_BITS, CacheGroup
+from allspan.worker.load.attention_ranks import attends_apart, check_attention
 from allspan.worker.load.converted import ConvertedWeights
 from allspan.worker.load.expert_checks import check_expert_bytes, check_router
 from allspan.worker.load.expert_placements import ONE_RANK, expert_groups, placements
@@ -89,10 +90,12 @@ def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage
         source = with_random_weights(source, config.quantization)
     if source.converted is not None:
         config = replace(config, **source.converted.held(config))
-    check_ranks(source.spec, size)
+    is_apart = attends_apart(config, size)
+    check_attention(config, size, stage, source.converted is not None)
+    check_ranks(source.spec, 1 if is_apart else size)
     check_stages(source.spec, stage.size)
     groups = expert_groups(config, source.spec, size)
-    shard = make_shard(rank, size, stage, groups)
+    shard = make_shard(rank, size, stage, groups, is_apart)
     quantization = quantization_of(config, source)
     dtype = weight_dtype(config.dtype, source.spec, quantization, config.device)
     memory = memory_of(config.device, dtype)

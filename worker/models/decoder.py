@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import ATTENTION_NORMS, MLP_NORMS, embedding_of, groups_of, head_of
+from allspan.worker.models.own_rows import OwnRows
 from allspan.worker.models.pieces import Axis
 from allspan.worker.models.sublayer import Bindings, Stream, StreamBuilder, Sublayer
 from allspan.worker.program.program import Program, Rows, Slot
@@ -18,7 +20,9 @@ class Decoder:
 
     Inputs: ids, logits_rows; positions, or where a token has several the positions of each axis and row_numbers;
     embedding_rows and embedding_places (None: all tokens are given by ids); slots and attention (an AttentionMeta), and
-    those of further cache groups and kinds of attention as slots.1, attention.1 …. Caches are k_cache.N, v_cache.N,
+    those of further cache groups and kinds of attention as slots.1, attention.1 …. Where a rank attends for its own
+    tokens alone, positions, slots and attention are of those, own_rows are their rows among all tokens, and own_places
+    of each token its place among own ones, or -1. Caches are k_cache.N, v_cache.N,
     k_scales.N and v_scales.N of every layer N; weights have their canonical names.
     Output: this rank's columns of the logits; of a stage of a pipeline that is not the last, the residual stream.
     """
@@ -47,7 +51,10 @@ class _Decoder:
         }
 
     def build(self) -> Decoder:
+        """Raises ConfigError for adapters where ranks attend apart: they name the slot of every row."""
         spec, program, holding, builder = self._spec, self._program, self._holding, self._builder
+        if holding.delta is not None and holding.shard.attends_apart:
+            raise ConfigError("data_parallel_attention: not with adapters: leave --data-parallel-attention out")
         stream = builder.stream(Rows.TOKENS)
         if holding.shard.stage.is_first:
             self._embed(stream)
@@ -55,10 +62,13 @@ class _Decoder:
         for number in holding.shard.layers(len(spec.layers)):
             layer = spec.layers[number]
             attention = self._sublayer(number, stream, is_attention=True)
-            attended = layer.attention.mix(attention, attention.normed())
-            if number == len(spec.layers) - 1:
+            attended, is_last = layer.attention.mix(attention, attention.normed()), number == len(spec.layers) - 1
+            if is_last and not holding.shard.attends_apart:
                 attention.stream, attended = stream, attended = self._wanted_rows(stream, attended)
             layer.attention.project(attention, attended)
+            if is_last and holding.shard.attends_apart:  # rows of logits may be of any rank's tokens
+                builder.flush(stream)
+                stream = self._wanted_residual(stream)
             mlp = self._sublayer(number, stream, is_attention=False)
             layer.mlp.emit(mlp, mlp.normed())
         builder.flush(stream)
@@ -86,13 +96,18 @@ class _Decoder:
         names, norms = (ATTENTION_NORMS, layer.attention_norms) if is_attention else (MLP_NORMS, layer.mlp_norms)
         block = layer.attention if is_attention else layer.mlp
         pieces = block.pieces(prefix, hidden)
-        return Sublayer(self._builder, number, self._group_of[number], (names, norms), pieces, stream)
+        kind = OwnRows if is_attention and self._holding.shard.attends_apart else Sublayer
+        return kind(self._builder, number, self._group_of[number], (names, norms), pieces, stream)
 
     def _wanted_rows(self, stream: Stream, attended: Slot) -> tuple[Stream, Slot]:
         """Past the last attention no row is read by another: only those whose logits are wanted go on."""
         program, rows = self._program, self._program.input("logits_rows", Rows.LOGITS)
-        last = self._builder.stream(Rows.LOGITS)
         wanted = self._builder.buffer("attended", Rows.LOGITS, program.width(attended))
         program.op("gather_rows", attended, rows, wanted)
-        program.op("gather_rows", stream.residual, rows, last.residual)
-        return last, wanted
+        return self._wanted_residual(stream), wanted
+
+    def _wanted_residual(self, stream: Stream) -> Stream:
+        """A stream that begins with the rows of `stream` whose logits are wanted."""
+        last, rows = self._builder.stream(Rows.LOGITS), self._program.input("logits_rows", Rows.LOGITS)
+        self._program.op("gather_rows", stream.residual, rows, last.residual)
+        return last

@@ -85,14 +85,16 @@ class Sublayer:
 
     @property
     def slots(self) -> Slot:
-        """int32 [n]: where each token's keys and values go in the pages of the layer's cache group."""
-        return self.program.input(group_name("slots", self._group))
+        """int32 [rows of attention]: where each token's keys and values go in the pages of the layer's cache group."""
+        return self.program.input(group_name("slots", self._group), self._builder.attention_rows)
 
     @property
     def row_numbers(self) -> Slot:
         """int32 [rows of the stream]: negative where a row is padding."""
-        is_last = self.stream.rows is Rows.LOGITS
-        return self.program.input("logits_rows", Rows.LOGITS) if is_last else self.slots
+        if self.stream.rows is Rows.LOGITS:
+            return self.program.input("logits_rows", Rows.LOGITS)
+        has_slots = self._builder.attention_rows is Rows.TOKENS
+        return self.slots if has_slots else self.program.input("ids")  # then no step is padded
 
     def piece(self, name: str) -> Linear:
         """A linear layer of the block."""
@@ -159,7 +161,7 @@ class Sublayer:
         """Metadata of the step, for all blocks of the cache group that ask for it with this key."""
         name = self._builder.bindings.name(label, (self._group, key))
         self._builder.bindings.metas.setdefault(name, (self._group, make))
-        return self.program.input(name)
+        return self.program.input(name, self._builder.attention_rows)
 
     def linear(self, name: str, x: Slot, out: Slot, epilogue: Epilogue = Epilogue.STORE) -> None:
         """Appends the product of x and a linear layer of the block."""
@@ -217,13 +219,15 @@ class StreamBuilder:
         self.quantised_cache = quantised_cache
         self.program = ProgramBuilder()
         self.bindings = Bindings()
+        self.attention_rows = Rows.OWN if holding.shard.attends_apart else Rows.TOKENS
+        """The rows of attention blocks, and of the inputs of a step that they read."""
         self.is_pending = False
         """Whether `x` is still to be added to the residual stream: the next norm does both."""
         self._widths: dict[str, int] = {}
         self._rotations: dict[tuple[Slot, ...], Rotation[Slot]] = {}
 
     def buffer(self, name: str, rows: Rows, width: int, is_exact: bool = False, is_integer: bool = False) -> Slot:
-        prefix = "last." if rows is Rows.LOGITS else ""
+        prefix = {Rows.LOGITS: "last.", Rows.OWN: "own."}.get(rows, "")
         if self._widths.setdefault(prefix + name, width) != width:
             name = f"{name} {width}"
         return self.program.buffer(prefix + name, rows, width, is_exact=is_exact, is_integer=is_integer)
@@ -235,21 +239,22 @@ class StreamBuilder:
     def rotation(self, tables: tuple[Slot, ...], width: int) -> Rotation[Slot]:
         """See `Sublayer.rotation`. Rows of several tables are added up once a step for all blocks: then the rotation is
         a table with a row for each token of the step, and its positions are the rows' numbers."""
+        rows = self.attention_rows
         if len(tables) == 1:
-            return Rotation(self.program.input("positions"), tables[0])
+            return Rotation(self.program.input("positions", rows), tables[0])
         if tables not in self._rotations:
             program, number = self.program, len(self._rotations)
             total, part = (
-                program.buffer(f"{name}.{number}", Rows.TOKENS, width, is_exact=True)
+                program.buffer(f"{name}.{number}", rows, width, is_exact=True)
                 for name in ("cos_sin_rows", "cos_sin_part")
             )
             first, *others = zip(map(axis_name, POSITION_AXES), tables, strict=True)
-            program.op("gather_rows", first[1], program.input(first[0]), total)
+            program.op("gather_rows", first[1], program.input(first[0], rows), total)
             for name, table in others:
-                program.op("gather_rows", table, program.input(name), part)
+                program.op("gather_rows", table, program.input(name, rows), part)
                 program.op("add", part, total)
             self.bindings.num_positions = len(tables)
-            self._rotations[tables] = Rotation(program.input("row_numbers"), total)
+            self._rotations[tables] = Rotation(program.input("row_numbers", rows), total)
         return self._rotations[tables]
 
     def norm(self, x: Slot, name: str, norm: NormSpec, out: Slot) -> None:

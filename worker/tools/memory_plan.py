@@ -33,9 +33,9 @@ from allspan.worker.cache.budget import (
 )
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
-from allspan.worker.models.layout import layer_pieces
+from allspan.worker.models.layout import cache_groups, layer_pieces
 from allspan.worker.models.pieces import Linear
-from allspan.worker.models.shard import Place
+from allspan.worker.models.shard import Place, Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
@@ -63,6 +63,18 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenKv:
+    """Bytes that a token's keys and values take in the pages of all layers."""
+
+    rank: int
+    """On one rank, where it is most."""
+    every_rank: int
+    """On all ranks together."""
+    freed: int
+    """What data-parallel attention saves of all ranks' bytes, or would save: what several hold alike."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`max_model_len` is what a request may use; `largest_model_len` what would fit into the same budget of KV (no more
     than the model's context). `num_pages` 0 and `refusal` when a full context does not fit."""
@@ -75,9 +87,9 @@ class MemoryPlan:
     max_model_len: int
     largest_model_len: int
     num_pages: int
-    """The pages of the first cache group, which holds all tokens if any group does."""
+    """The pages of the first cache group on each rank, which holds all tokens if any group does."""
     num_tokens: int
-    """Tokens of full contexts that the pages of all cache groups hold."""
+    """Tokens of full contexts that the pages of all cache groups hold, those of all attention ranks together."""
     host_pages: int
     """The host pages of each cache group."""
     available_bytes: int
@@ -88,6 +100,9 @@ class MemoryPlan:
     parameters: int = 0
     active_parameters: int = 0
     """The parameters that a token uses."""
+    attention_ranks: int = 1
+    """Ranks that have pages of their own for requests of their own; 1: all ranks have the pages of all requests."""
+    token_kv: TokenKv = TokenKv(0, 0, 0)
 
 
 def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_node: int) -> MemoryPlan:
@@ -121,7 +136,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     host_pages = tiered // widest
     if tiered and not host_pages:
         refusal = refusal or f"host_kv_cache_bytes is {tiered}, must be at least a page's ({widest} bytes), or 0"
-    numbers = count_parameters(first.source.spec)
+    numbers, apart = count_parameters(first.source.spec), num_ranks if first.holding.shard.attends_apart else 1
     return MemoryPlan(
         model=_described(first.source.spec),
         dtype=str(first.holding.dtype).removeprefix("torch."),
@@ -130,7 +145,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         max_model_len=first.max_model_len,
         largest_model_len=_largest(pages, first.source.spec.max_position_embeddings, page_size),
         num_pages=counts[0],
-        num_tokens=min(context_tokens(counts, context, first.max_model_len, page_size)),
+        num_tokens=min(context_tokens(counts, context, first.max_model_len, page_size)) * apart,
         host_pages=host_pages,
         available_bytes=available.available,
         refusal=refusal,
@@ -138,7 +153,23 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         stages=config.parallel.pipeline_parallel_size,
         parameters=numbers.total,
         active_parameters=numbers.active,
+        attention_ranks=apart,
+        token_kv=_token_kv(prepared, page_size),
     )
+
+
+def _token_kv(prepared: Sequence[Prepared], page_size: int) -> TokenKv:
+    """See `TokenKv`."""
+    shards, spec = [each.holding.shard for each in prepared], prepared[0].source.spec
+    dtype = prepared[0].cache_groups[0].spec.dtype
+
+    def token_bytes(shard: Shard) -> int:
+        return sum(group.spec.bytes_per_page for group in cache_groups(spec, shard, page_size, dtype)) // page_size
+
+    shared = sum(token_bytes(make_shard(each.rank, each.size, each.stage)) for each in shards)
+    whole = token_bytes(make_shard(0, 1))
+    is_apart = shards[0].attends_apart
+    return TokenKv(max(map(token_bytes, shards)), whole if is_apart else shared, shared - whole)
 
 
 def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:
@@ -189,7 +220,8 @@ def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
         return 0
     holding, most = prepared.holding, config.scheduler
     dtype = holding.dtype if holding.memory == "rows" else torch.float32
-    capacity = {Rows.TOKENS: most.max_num_batched_tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
+    tokens = most.max_num_batched_tokens
+    capacity = {Rows.TOKENS: tokens, Rows.OWN: tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
     shapes = [
         (sum(shape.parts), len(shape.inputs))
         for layer in range(*_layers(prepared))

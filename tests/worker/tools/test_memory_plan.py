@@ -72,6 +72,32 @@ def test_plans_of_released_configs_have_their_bytes_of_a_token_and_their_softmax
         assert layer["attention"]["rotary"]["attention_factor"] == 1.0  # of mscale over mscale_all_dim
 
 
+@pytest.mark.parametrize(
+    ("name", "shared", "whole"),
+    [
+        ("deepseek_v2", 3 * 320, 320),  # every rank has all latents
+        ("llama", 2 * 3 * 2 * 8 * 4, 2 * 3 * 2 * 8 * 4),  # three KV heads on three ranks
+    ],
+)
+def test_the_plan_says_what_kv_data_parallel_attention_frees(
+    name: str, shared: int, whole: int, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, name)
+    config = config_for(tmp_path, kv_cache_bytes=2**20)
+    plan = plan_memory(config, 3, Room(ROOM), 3)
+    assert (plan.attention_ranks, asdict(plan.token_kv)) == (
+        1,
+        {"rank": shared // 3, "every_rank": shared, "freed": shared - whole},
+    )
+    apart = plan_memory(replace(config, model=replace(config.model, data_parallel_attention=True)), 3, Room(ROOM), 3)
+    assert (apart.attention_ranks, asdict(apart.token_kv)) == (
+        3,
+        {"rank": whole, "every_rank": whole, "freed": shared - whole},
+    )
+    assert apart.num_tokens == 3 * apart.num_pages * 16
+    assert round(apart.num_tokens / plan.num_tokens) == shared // whole
+
+
 def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     plan = plan_memory(config_for(tmp_path), 1, Room(ROOM), 1)
