@@ -16,6 +16,10 @@ from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, Prefix
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.scheduler.request import Request
 
+COMPUTED = 8
+"""A token that is still to be computed counts as so many that are held: it goes through the weights of all ranks, those
+held are read by one, once a step."""
+
 
 class OwnedPages:
     """What `PageManager` is, for as many of them: a request has its pages with one, its owner. Not thread-safe."""
@@ -42,9 +46,9 @@ class OwnedPages:
         return functools.reduce(operator.add, (manager.told_counts for manager in self.managers))
 
     def match(self, request: Request) -> tuple[PrefixHit, ...] | None:
-        """What each owner's cache has of a request that is about to join, the best choice first: that where least is to
-        be computed and held in all, the tokens of the owner's requests and those of this one that it has not cached.
-        None when one computes its next page right now, unless another has all of its pages."""
+        """What each owner's cache has of a request that is about to join, the best choice first: where the tokens that
+        the owner's requests hold, and those of this one that it has not cached, times COMPUTED, are fewest. None when
+        one computes its next page right now, unless another has all of its pages."""
         hits: list[PrefixHit] = []
         must_wait = False
         for owner, manager in enumerate(self.managers):
@@ -54,7 +58,8 @@ class OwnedPages:
         most = (request.num_tokens - 1) // self._page_size
         if must_wait and all(hit.num_pages < most for hit in hits):
             return None
-        return tuple(sorted(hits, key=lambda hit: self._tokens(hit.owner) - hit.num_pages * self._page_size))
+        saved = COMPUTED * self._page_size
+        return tuple(sorted(hits, key=lambda hit: self._tokens(hit.owner) - saved * hit.num_pages))
 
     def looks_up(self, request: Request) -> bool:
         """See `PageManager.looks_up`."""

@@ -262,6 +262,7 @@ class Scheduler:
 
     def _schedule_prefills(self, prefills: Sequence[Request], step: StepBuilder) -> None:
         """Chunks of running requests, and newcomers between them, each in its place."""
+        step.share_out()
         for request in prefills:
             self._admit(step, request.options.priority)
             if step.is_full:
@@ -271,6 +272,7 @@ class Scheduler:
             if request.row >= 0 and self._make_room(request, most, step):
                 step.prefill(request)
         self._admit(step, None)
+        step.fill_up()
 
     def _admit(self, step: StepBuilder, before: int | None) -> None:
         """Lets waiting requests in, those that go before priority `before` alone, while there is place. A request that

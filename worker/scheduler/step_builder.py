@@ -26,6 +26,11 @@ class StepBuilder:
         self.has_preempted = False
         self.must_wait = False
         """A step ahead that cannot be planned before those in flight are over."""
+        self._most_tokens = limits.max_num_batched_tokens
+        self._shares = [self._most_tokens] * limits.attention_ranks
+        """Tokens that each attention rank may still be given."""
+        self._prompts: list[Request] = []
+        """The requests that were to be prefilled."""
 
     @property
     def is_full(self) -> bool:
@@ -37,10 +42,26 @@ class StepBuilder:
         self.budget -= 1
         self.logits -= 1
 
+    def share_out(self) -> None:
+        """Divides what is left of the budget evenly among the attention ranks: they wait for the one that has most."""
+        self._shares = [-(-self.budget // len(self._shares))] * len(self._shares)
+
+    def fill_up(self) -> None:
+        """Gives what ranks have left of their shares to prompts that could have more, in their order."""
+        if len(self._shares) == 1:
+            return
+        prompts, self._prompts = self._prompts, []
+        self._shares = [self._most_tokens] * len(self._shares)
+        for request in prompts:
+            if request.row >= 0 and request not in self.sampled and self.budget > 0:
+                self._take_back(request)
+                self.prefill(request)
+
     def prefill(self, request: Request) -> None:
         """Adds as many of the request's tokens as the budgets allow, if any."""
+        self._prompts.append(request)
         pending = request.num_pending
-        count = min(pending, self.budget, self.most_chunk)
+        count = min(pending, self.budget, self.most_chunk, self._shares[request.owner])
         rows = _rows_of_logits(request, count, pending)
         while count > 0 and rows > self.logits:
             count -= rows - self.logits
@@ -49,6 +70,7 @@ class StepBuilder:
             self._add(request, Run(request.row, count), samples=count >= pending)
             self.budget -= count
             self.logits -= rows
+            self._shares[request.owner] -= count
 
     @property
     def room(self) -> int:
@@ -72,6 +94,16 @@ class StepBuilder:
             request.num_unknown -= 1
         for part in (self.runs, self.requests, self.sampled):
             part.clear()
+
+    def _take_back(self, request: Request) -> None:
+        """Takes out the run of a prompt that samples nothing, if it has one."""
+        if request in self.requests:
+            index = self.requests.index(request)
+            run = self.runs.pop(index)
+            del self.requests[index]
+            request.num_in_flight -= run.num_tokens
+            self.budget += run.num_tokens
+            self.logits += _rows_of_logits(request, run.num_tokens, request.num_pending)
 
     def _add(self, request: Request, run: Run, samples: bool) -> None:
         self.runs.append(run)
