@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from allspan.kernels.adapter_ops import AdapterOps
 from allspan.kernels.fused_ops import FusedOps, T
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
@@ -80,7 +81,7 @@ class Routing(NamedTuple, Generic[T]):
     """int32 [1, places + 1]: where the slots of each place begin in that order, and where those of the last end."""
 
 
-class OpSet(FusedOps, Protocol):
+class OpSet(FusedOps, AdapterOps, Protocol):
     """Offered op by op. On the CPU, activations between ops and all sums are float32."""
 
     @property

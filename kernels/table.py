@@ -49,6 +49,7 @@ EXPERT_OPS = (
 )
 
 LATENT_OPS = ("latent_append", "latent_attention")
+ADAPTER_OPS = ("route_adapters", "add_adapters")
 
 REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
@@ -76,6 +77,7 @@ REFERENCE = {
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
     **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
+    **{op: f"allspan.kernels.reference.adapters:{op}" for op in ADAPTER_OPS},
 }
 
 _COMPILED = (
@@ -85,6 +87,7 @@ _COMPILED = (
     *("mean_squares", "norm_heads"),
     *EXPERT_OPS,
     *LATENT_OPS,
+    *ADAPTER_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
 CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route")}  # no decode of a CPU has them
@@ -116,6 +119,7 @@ CUDA = {
     "route": "allspan.kernels.cuda.moe.route:route",
     "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
+    **{op: REFERENCE[op] for op in ADAPTER_OPS},
     "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
     "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},

@@ -38,9 +38,7 @@ def route(
     order = keys.sort(dim=1, stable=True)
     routing.places.copy_(torch.where(order.values == num_places, -1, order.values))
     routing.weights.copy_(weights.gather(1, order.indices))
-    by_place = order.values.flatten().sort(stable=True)
-    routing.slots.view(-1).copy_(by_place.indices)
-    routing.starts[0] = torch.searchsorted(by_place.values, torch.arange(num_places + 1, device=logits.device))
+    sort_slots(order.values, routing)
 
 
 def norm_route(
@@ -100,7 +98,7 @@ def expert_linear(
 ) -> None:
     """See `OpSet.expert_linear`."""
     rows = out.view(-1, out.shape[2])
-    for place, slots in _chosen(routing):
+    for place, slots in slots_by_place(routing):
         own = _rows_of(x, slots, out.shape[1])
         found = product(own, weight[place], None if bias is None else bias[place], spec)
         rows[slots, column : column + spec.features] = found.to(out.dtype)
@@ -124,7 +122,7 @@ def expert_gated_linear(
 def expert_gather(x: Tensor, columns: Tensor, routing: Routing[Tensor], out: Tensor) -> None:
     """See `OpSet.expert_gather`."""
     rows = out.view(-1, out.shape[2])
-    for place, slots in _chosen(routing):
+    for place, slots in slots_by_place(routing):
         rows[slots] = _rows_of(x, slots, out.shape[1])[:, columns[place].long()]
 
 
@@ -146,7 +144,7 @@ def expert_sum(
     """See `OpSet.expert_sum`."""
     total = torch.zeros(out.shape, device=out.device)
     rows, weights = x.view(-1, x.shape[2]), routing.weights.view(-1, 1)
-    for place, slots in _chosen(routing):
+    for place, slots in slots_by_place(routing):
         found = product(rows[slots], weight[place], None if bias is None else bias[place], spec)
         total[slots // x.shape[1]] += weights[slots] * found
     out.copy_(out + total if adds else total)
@@ -157,14 +155,22 @@ def scale_rows(x: Tensor, logits: Tensor) -> None:
     x.copy_(x.float() * logits.float().sigmoid())
 
 
-def _rows_of(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
-    """What the slots read: their tokens' rows, or of x [n, k, K] their own."""
-    return x[slots // top_k] if x.dim() == 2 else x.view(-1, x.shape[2])[slots]
+def sort_slots(keys: Tensor, routing: Routing[Tensor]) -> None:
+    """Fills `slots` and `starts`: keys [n, k] are the places, with their number for a choice that has none."""
+    by_place = keys.flatten().sort(stable=True)
+    routing.slots.view(-1).copy_(by_place.indices)
+    places = torch.arange(routing.starts.shape[1], device=keys.device)
+    routing.starts[0] = torch.searchsorted(by_place.values, places)
 
 
-def _chosen(routing: Routing[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each place that a token goes to, and its slots."""
+def slots_by_place(routing: Routing[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Returns each place that a token goes to, and its slots."""
     starts, slots = routing.starts[0].tolist(), routing.slots.view(-1).long()
     for place in range(len(starts) - 1):
         if starts[place] < starts[place + 1]:
             yield place, slots[starts[place] : starts[place + 1]]
+
+
+def _rows_of(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+    """What the slots read: their tokens' rows, or of x [n, k, K] their own."""
+    return x[slots // top_k] if x.dim() == 2 else x.view(-1, x.shape[2])[slots]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.table import EXPERT_OPS, LATENT_OPS, REFERENCE, backends, op_set
+from allspan.kernels.table import ADAPTER_OPS, EXPERT_OPS, LATENT_OPS, REFERENCE, backends, op_set
 from support import kernel_oracle
 from support.kernel_cases import CASES, Case, on_device, to_float64
 from support.variants import VARIANTS
@@ -43,9 +43,10 @@ ELSEWHERE = {
     *("rotary_append", "packed_linear", "packed_linear_add", "packed_gated_linear", "packed_embedding"),
     *EXPERT_OPS,
     *LATENT_OPS,
+    *ADAPTER_OPS,
     "norm_route",
 }
-"""Ops with tables of cases of their own: test_rotary_append.py, test_packed_*.py, test_experts.py,
+"""Ops with tables of cases of their own: test_rotary_append.py, test_packed_*.py, test_experts.py, test_adapters.py,
 test_latent_attention.py, cuda/test_norm_route.py."""
 
 

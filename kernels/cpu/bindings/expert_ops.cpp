@@ -1,9 +1,8 @@
 // The ops of kernels/cpu/moe.
 #include <cmath>
 
-#include "bindings/ops.h"
+#include "bindings/routing.h"
 #include "moe/experts.h"
-#include "moe/route.h"
 
 namespace nb = nanobind;
 
@@ -29,15 +28,6 @@ RouterSpec router_spec(const OpArguments& args, int i) {
           nb::cast<float>(given.attr("scale"))};
 }
 
-// places, weights, slots and starts, from argument i on.
-Routing take_routing(const OpArguments& args, int i, int64_t rows, int64_t top_k, int64_t num_places) {
-  const auto numbers = [&](int at, const char* name, int64_t first, int64_t second) {
-    return static_cast<int32_t*>(args.ints(args.at(at), name, {first, second}).data);
-  };
-  return {numbers(i, "places", rows, top_k), args.floats(args.at(i + 1), "weights", {rows, top_k}).floats(),
-          numbers(i + 2, "slots", rows, top_k), numbers(i + 3, "starts", 1, num_places + 1), num_places};
-}
-
 Task route_op(Runtime&, OpArguments& args) {
   RouteArgs route_args{};
   const Tensor logits = args.floats(args.at(0), "logits", {kAny, kAny});
@@ -53,7 +43,7 @@ Task route_op(Runtime&, OpArguments& args) {
   args.require(spec.groups >= 1 && experts % spec.groups == 0 && spec.kept_groups >= 1 &&
                    spec.kept_groups <= spec.groups && experts / spec.groups * spec.kept_groups >= spec.top_k,
                "the groups that are kept must be some of equal ones, and have top_k experts");
-  const int64_t num_places = args.ints(args.at(7), "starts", {1, kAny}).shape[1] - 1;
+  const int64_t num_places = places_of(args, 4);
   for (int64_t i = 0; i < places.shape[0] * experts; ++i)
     args.require(places.ints()[i] >= -1 && places.ints()[i] < num_places, "places leaves this rank's experts");
   route_args.routing = take_routing(args, 4, logits.shape[0], spec.top_k, num_places);
@@ -154,7 +144,7 @@ Task expert_gated_mul(Runtime& runtime, OpArguments& args) {
   const int64_t rows = gate_up.shape[0], top_k = gate_up.shape[1], width = gate_up.shape[2] / 2;
   args.require(gate_up.shape[2] % 2 == 0, "gate_up has two parts of the same width");
   const Epilogue activation = gated_epilogue(args, 1);
-  const int64_t num_places = args.ints(args.at(5), "starts", {1, kAny}).shape[1] - 1;
+  const int64_t num_places = places_of(args, 2);
   const Routing routing = take_routing(args, 2, rows, top_k, num_places);
   const Tensor out = args.floats(args.at(6), "out", {rows, top_k, width});
   const Kernels& kernels = runtime.kernels();

@@ -25,7 +25,6 @@ Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
   const Tensor out = args.floats(args.at(is_gated(epilogue) ? 6 : 5), "out", {x.shape[0], kAny});
   const bool gated = is_gated(epilogue);
   args.require(!gated || spec->interleaved, "a gated product needs interleaved parts");
-  args.require(gated || !spec->interleaved, "interleaved parts need a gated product");
   const int64_t width = gated ? spec->parts[0] : spec->features;
   args.require(column >= 0 && column + width <= out.shape[1], "the product leaves out's columns");
   PackedLinearArgs product{};

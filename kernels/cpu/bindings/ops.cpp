@@ -7,7 +7,7 @@ namespace allspan {
 const std::vector<OpRow>& op_table() {
   static const std::vector<OpRow> table = [] {
     std::vector<OpRow> all;
-    for (const auto& part : {row_ops(), linear_ops(), expert_ops(), attention_ops(), latent_ops()})
+    for (const auto& part : {row_ops(), linear_ops(), expert_ops(), attention_ops(), latent_ops(), adapter_ops()})
       all.insert(all.end(), part.begin(), part.end());
     return all;
   }();

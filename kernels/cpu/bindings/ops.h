@@ -61,6 +61,8 @@ class OpArguments : public Arguments {
   // Inputs of the step: valid, and up to date, whenever the task runs. `rows` are those of the tensors that go with
   // them; numbers are within [0, limit) (0: any).
   virtual const Input* input(int i, const char* name, int64_t rows, int64_t limit);
+  // Whether there is such an input: of a program's, whose numbers come with each step, is_none() says nothing.
+  virtual bool has_input(int i) const { return !is_none(i); }
   virtual const BatchInput* batch(int i, int64_t rows, const BatchLimits& limits);
   // The all-reduce between the ranks, of a program.
   virtual AllReduce all_reduce();
@@ -102,6 +104,7 @@ std::vector<OpRow> linear_ops();     // linear_ops.cpp
 std::vector<OpRow> expert_ops();     // expert_ops.cpp
 std::vector<OpRow> attention_ops();  // attention_ops.cpp
 std::vector<OpRow> latent_ops();     // latent_ops.cpp
+std::vector<OpRow> adapter_ops();    // adapter_ops.cpp
 // All of them.
 const std::vector<OpRow>& op_table();
 const OpRow& find_op(const std::string& name);

@@ -157,6 +157,7 @@ class Program {
       if (limit) found.limit = found.limit ? std::min(found.limit, limit) : limit;
       return found.numbers.get();
     }
+    bool has_input(int i) const override { return !names_.at(i).empty(); }
     const BatchInput* batch(int i, int64_t, const BatchLimits& limits) override {
       StepInput& found = find(i);
       require(!found.is_batch ||

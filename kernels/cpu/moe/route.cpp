@@ -102,7 +102,8 @@ void place(const RouteArgs& a, int32_t* chosen, float* weights) {
     }
 }
 
-// A stable counting sort by place.
+}  // namespace
+
 void sort_slots(const Routing& r, int64_t count) {
   std::fill_n(r.starts, r.num_places + 1, 0);
   for (int64_t slot = 0; slot < count; ++slot)
@@ -115,8 +116,6 @@ void sort_slots(const Routing& r, int64_t count) {
   for (int64_t p = r.num_places; p > 0; --p) r.starts[p] = r.starts[p - 1];
   r.starts[0] = 0;
 }
-
-}  // namespace
 
 void route(Worker& worker, const RouteArgs& a, int64_t rows) {
   const int64_t k = a.spec.top_k;

@@ -41,5 +41,7 @@ struct RouteArgs {
 };
 
 void route(Worker& worker, const RouteArgs& args, int64_t rows);
+// Fills slots and starts from the places of `count` choices: a stable sort.
+void sort_slots(const Routing& routing, int64_t count);
 
 }  // namespace allspan

@@ -1,0 +1,34 @@
+"""Ops of low-rank adapters (LoRA, E. Hu et al., arXiv:2106.09685): a token's adapter adds b(a(x)) to the product of a
+linear layer.
+
+Products with `a` are those of `OpSet.expert_linear`: the adapters of a model are like experts of which each token has
+one or none, in places that the request chooses instead of a router. Which adapters there are changes no shape, so that
+a program or a CUDA graph holds for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from allspan.kernels.packed_spec import PackedSpec
+
+if TYPE_CHECKING:
+    from allspan.kernels.ops import Routing
+
+
+class AdapterOps(Protocol):
+    """What an op set offers of these."""
+
+    def route_adapters(self, adapters: Tensor, rows: Tensor | None, routing: Routing[Tensor]) -> None:
+        """Sorts rows by their adapters. adapters int32 [n]: the slot of each token's adapter; one that is no place of
+        the routing, as -1, has none. rows int32 [m]: the tokens that the rows of the routing are, None: all of them in
+        order. The routing has one choice a row, whose weight is 1."""
+
+    def add_adapters(self, x: Tensor, weight: Tensor, spec: PackedSpec, routing: Routing[Tensor], out: Tensor) -> None:
+        """out[row] += x[row] · weight[place]ᵀ, part by part, in rows that have a place; others stay bit for bit.
+
+        x [n, parts · r], of which part p of the product takes columns p · r to (p + 1) · r, with r = spec.inputs;
+        weight uint8 [places, *spec.shape], not interleaved; out [n, N]. Sums are float32, and added once they are
+        complete."""
