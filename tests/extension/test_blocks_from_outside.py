@@ -13,9 +13,8 @@ from torch import Tensor
 
 from allspan.kernels.table import BACKENDS, Backend, op_set
 from allspan.protos.config.settings import CacheConfig, ModelConfig
-from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.kv import KVCache
-from allspan.worker.load.loader import load_model, open_checkpoint, prepare
+from allspan.worker.load.loader import load_model
 from allspan.worker.load.registry import FAMILIES
 from allspan.worker.models.blocks.gqa import Gqa
 from allspan.worker.models.families.qwen2 import QWEN2
@@ -24,7 +23,6 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import LinearShape
-from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import GroupInputs, StepInputs
 from support.outside_window import Windowed
 from support.threads import ThreadWorld
@@ -86,6 +84,8 @@ def test_layers_of_two_cache_groups_read_their_own_pages(mixed: Any, tmp_path: P
 class LowRank:
     """A LinearDelta: on every linear layer of layer 0 and 1, adapter 1 adds x · aᵀ · bᵀ; 0 is no adapter."""
 
+    num_slots = 2
+
     def __init__(self, model: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tensors: dict[str, Tensor] = {}
@@ -139,13 +139,8 @@ def test_an_adapter_slot_changes_its_own_row_and_no_other(
     without = prefill(base, [ids], 24)[0]
     expected = reference_logits(reference, ids)
     delta = LowRank(reference)  # merges itself into the reference
-    prepared = prepare(config, CacheConfig(page_size=16), 0, 1)
-    holding = replace(prepared.holding, delta=delta)
-    tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
-    limits, world = ModelLimits(24, 24, 64), ThreadWorld(1)
-    model = Model(
-        holding, tensors, prepared.cache_groups, limits, op_set("toy"), world.collectives[0], open_backend("cpu")
-    )
+    model = load_model(config, ThreadWorld(1).collectives[0], op_set("toy"), 24, 24, cache=CacheConfig(page_size=16))
+    model.add_adapters(delta)
     model.bind_cache(KVCache(model.cache_groups[0].spec, 2))
     inputs = _with_adapters(step_inputs([ids, ids], [0, 0], [[0], [1]], 16), {0: 1, 1: 0})
     adapted, plain = torch.split(model.forward(inputs), 12)

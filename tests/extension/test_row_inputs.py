@@ -44,8 +44,8 @@ class Rich:
             rows[inputs.embeddings.at.numpy()] = inputs.embeddings.rows.numpy()
         indptr = inputs.qo_indptr.numpy()
         of = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-        assert inputs.adapters is not None
-        pairs = zip(rows, inputs.adapters.tolist(), strict=True)
+        adapters = [-1] * len(rows) if inputs.adapters is None else inputs.adapters.tolist()
+        pairs = zip(rows, adapters, strict=True)
         self._cache[inputs.slots.numpy()] = [mark(row, adapter) for row, adapter in pairs]
         logits = [self._logits(inputs, int(row), int(of[row])) for row in inputs.logits_rows]
         return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, VOCABULARY), np.float32))
@@ -84,6 +84,19 @@ def test_an_adapter_changes_its_own_request_alone(pages: int) -> None:
     assert [ours == theirs for ours, theirs in zip(mixed, plain, strict=True)] == [True, False, False, True]
     alone = [tokens_of([asked(number, adapter=number - 1)])[0] for number in (1, 2)]
     assert mixed[1:3] == alone
+
+
+def test_the_pages_of_an_adapter_are_told_with_it_and_shared_with_no_other() -> None:
+    settings, model = config(), Rich(64)
+    core = EngineCore(settings, model, 64, LocalCollectives(), host_parts(settings, model.max_model_len))
+    ones = [asked(number, adapter) for number, adapter in ((0, -1), (3, 0), (6, 1), (9, 0))]  # of one prompt
+    for one in ones:
+        core.submit(one)
+        step_until_idle(core)
+    assert [one.cached_tokens > 0 for one in ones] == [False, False, False, True]
+    assert core.page_log is not None
+    adapters = [page[3] for _, page in core.page_log.snapshot()[0]]
+    assert {adapter: adapters.count(adapter) for adapter in adapters} == dict.fromkeys((-1, 0, 1), len(adapters) // 3)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (3, 8), (8, 9)])

@@ -71,7 +71,7 @@ def outputs(loaded: LoadedEngine, count: int) -> dict[str, Any]:
         most = max(most, core._loop.runner.num_in_flight)
     assert not collected.errors, collected.errors
     tokens = [collected.tokens(one) for one in requests]
-    return {"tokens": tokens, "in_flight": most, "graphs": len(loaded.model._steps._graphs)}
+    return {"tokens": tokens, "in_flight": most, "graphs": len(loaded.model._passes.plain.steps._graphs)}
 
 
 def run_stage(

@@ -155,8 +155,8 @@ class Batch:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
         inputs = self.buffers.fill(values | self._attention_values(rows, counts, values), common)
-        if self._has_adapters:
-            inputs.adapters = torch.from_numpy(np.repeat(state.adapters[rows], counts))
+        if self._has_adapters and (adapters := state.adapters[rows]).max() >= 0:
+            inputs.adapters = torch.from_numpy(np.repeat(adapters, counts))
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)

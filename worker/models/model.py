@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from allspan.kernels.ops import OpSet
-from allspan.kernels.table import activations_of
 from allspan.protos.api.engine import OpProfile
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.expert_load import ExpertLoad
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.models.blocks.moe import EXPERT_LOAD, EXPERT_PLACES
-from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
+from allspan.worker.models.passes import Passes
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.placement import Placement
-from allspan.worker.models.shard import split
 from allspan.worker.models.spec import ModelSpec
-from allspan.worker.models.step_meta import MetaContext
-from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.program.program import Rows, with_fused_routers, with_fused_sums, with_whole_logits
+from allspan.worker.quant.base import LinearDelta
 from allspan.worker.step.backend import Backend
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs, StepMetadata
@@ -52,58 +49,52 @@ class Model:
         self.max_model_len = limits.max_model_len
         self.cache_groups = cache_groups
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.vocab_widths = tuple(len(rows) for rows in split(self.spec.vocab_size, holding.shard.size))
+        self._passes = passes = Passes(holding, cache_groups, limits, ops, collectives, backend)
+        self.vocab_widths = passes.vocab_widths
         """Columns of each rank's logits; a single number where every rank has all of them."""
-        decoder = build_decoder(holding, cache_groups[0].spec.is_quantised)
-        activations = activations_of(ops, holding.dtype)
-        program = decoder.program
-        if activations in collectives.capabilities.fused_norms:
-            program = with_fused_sums(program)
-        if "norm_route" not in ops.reference_ops:
-            program = with_fused_routers(program)
-        is_last = holding.shard.stage.is_last
-        if is_last and holding.shard.size > 1 and "all_gather_columns" in collectives.program_ops:
-            program = with_whole_logits(program, self.vocab_widths)
-            self.vocab_widths = (self.spec.vocab_size,)
-        capacity = {Rows.TOKENS: limits.max_tokens, Rows.OWN: limits.max_tokens, Rows.LOGITS: limits.max_requests}
-        self._executor = backend.executor(program, ops, collectives, capacity, activations)
-        self._constants = _constants(decoder, limits.max_model_len, backend.capabilities.tensors)
-        self._derived = decoder.bindings.derived
-        self._executor.bind(tensors)
-        self._executor.bind(self._constants)
-        if holding.delta is not None:
-            self._executor.bind(holding.delta.tensors)
-        self.weights_changed()
-        metas = {
-            name: (group, make(MetaContext(backend, cache_groups[group].spec, limits, ops)))
-            for name, (group, make) in decoder.bindings.metas.items()
-        }
-        num_positions, size = decoder.bindings.num_positions, self.spec.hidden_size
-        lengths = decoder.bindings.prompt_lengths(limits.max_model_len)
-        self.row_inputs = RowInputs(0, size, size, num_positions=num_positions, prompt_lengths=lengths)
+        bindings, size, device = passes.bindings, self.spec.hidden_size, backend.capabilities.tensors
+        self._constants = {name: make(limits.max_model_len).to(device) for name, make in bindings.constants.items()}
+        self._derived = bindings.derived
+        self._bind_weights()
+        self.row_inputs = RowInputs(
+            embedding_size=size,
+            hidden_size=size,
+            num_positions=bindings.num_positions,
+            prompt_lengths=bindings.prompt_lengths(limits.max_model_len),
+        )
         """Requests may bring embedding rows (what the model's embedding holds of token ids, or anything like it), and
-        ask for hidden states; with a multimodal rotary embedding, bring positions."""
-        device, row_numbers = backend.capabilities.tensors, None
-        if num_positions > 1:
-            row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
-        self._steps = StepRunner(self._executor, metas, len(cache_groups), collectives.check, row_numbers)
-        self._hidden, self._residual = decoder.hidden, decoder.residual
+        ask for hidden states; with a multimodal rotary embedding, bring positions; `add_adapters` has them take
+        adapters."""
         self._has_cache = False
+
+    def add_adapters(self, delta: LinearDelta) -> None:
+        """Has requests take adapters from now on. To be called once, before `bind_cache`."""
+        if self._has_cache or self.row_inputs.num_adapters:
+            raise InternalError("adapters are added once, before the cache is bound")
+        self._passes.add(delta)
+        self._passes.bind(delta.tensors)
+        self._bind_weights()
+        self.row_inputs = replace(self.row_inputs, num_adapters=delta.num_slots)
+
+    def _bind_weights(self) -> None:
+        self._passes.bind(self.weights)
+        self._passes.bind(self._constants)
+        self.weights_changed()
 
     def weights_changed(self) -> None:
         """Computes anew what is derived from `weights`; to be called when their tensors have been filled again."""
         tensors = self.weights | self._constants
-        self._executor.bind({name: derive(tensors) for name, derive in self._derived.items()})
+        self._passes.bind({name: derive(tensors) for name, derive in self._derived.items()})
 
     @property
     def progress(self) -> int:
         """Counts up while a step runs; see `Interpreter.progress`."""
-        return self._executor.progress
+        return self._passes.progress
 
     @property
     def step_metadata(self) -> tuple[StepMetadata, ...]:
         """See `allspan.worker.step.model.DeviceModel`."""
-        return self._steps.step_metadata
+        return self._passes.plain.steps.step_metadata
 
     def expert_loads(self) -> tuple[ExpertLoad, ...]:
         """The tokens that chose each expert since the model was loaded, by layer, of this rank's layers: a step that
@@ -134,7 +125,7 @@ class Model:
         self._has_cache = True
         for group, kv in zip(self.cache_groups, caches, strict=True):
             for place, layer in enumerate(group.layers):
-                self._executor.bind(
+                self._passes.bind(
                     {
                         f"k_cache.{layer}": kv.keys[place],
                         f"v_cache.{layer}": kv.values[place],
@@ -152,45 +143,42 @@ class Model:
         """
         if not self._has_cache:
             raise InternalError("forward before bind_cache")
-        return self._steps.run(inputs)
+        return self._passes.run(inputs)
 
     def hidden_states(self, rows: Sequence[int]) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""
-        held = self._executor.rows(self._hidden)
+        newest = self._passes.newest
+        held = newest.executor.rows(newest.decoder.hidden)
         chosen = held[rows.start : rows.stop] if isinstance(rows, range) else held[list(rows)]
         return chosen.to(torch.float32, copy=True)
 
     def stream(self, num_tokens: int) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""
-        return self._executor.rows(self._residual)[:num_tokens]
+        plain = self._passes.plain
+        return plain.executor.rows(plain.decoder.residual)[:num_tokens]
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one
         launch. Largest bucket first: all share its memory."""
-        self._steps.capture(inputs, record)
+        self._passes.plain.steps.capture(inputs, record)
 
     def forget_graphs(self) -> None:
         """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
-        self._steps.forget_graphs()
+        self._passes.plain.steps.forget_graphs()
 
     @property
     def buffers(self) -> list[Tensor]:
         """See `allspan.worker.step.backend.Executor.buffers`."""
-        return self._executor.buffers
+        return self._passes.buffers
 
     def start_profile(self) -> None:
         """Times every op of the coming steps, from zero; on a GPU it waits for each, which slows the step."""
-        self._steps.start_profile()
+        self._passes.start_profile()
 
     def stop_profile(self) -> None:
         """Stops timing; what was measured stays readable."""
-        self._steps.stop_profile()
+        self._passes.stop_profile()
 
     def profile(self) -> tuple[OpProfile, ...]:
         """The time of each op on this rank since `start_profile`, the longest in total first; empty before any."""
-        return self._steps.profile()
-
-
-def _constants(decoder: Decoder, max_positions: int, device: str) -> dict[str, Tensor]:
-    """The tensors that the program's blocks make of the number of positions alone, by their names."""
-    return {name: make(max_positions).to(device) for name, make in decoder.bindings.constants.items()}
+        return self._passes.profile()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.profile import OpTimer, profiles
 
 _OPS_A_BEAT = 16
+
+_Made = TypeVar("_Made")
 
 COLLECTIVE_OPS = frozenset({"all_reduce", "all_reduce_add_rms_norm", "all_gather_columns"})
 """The last two are those of GPUs alone: see `allspan.worker.backend.cuda.collectives`."""
@@ -173,6 +175,14 @@ class ProgramBuilder:
         self._slots: list[Buffer | Named] = []
         self._by_name: dict[str, Slot] = {}
         self._ops: list[Op] = []
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """Returns what `make` returned when this was first called with the key: for ops whose results others share."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: _Made = self._made[key]
+        return found
 
     def buffer(self, name: str, rows: Rows, *shape: int, is_exact: bool = False, is_integer: bool = False) -> Slot:
         return self._add(Buffer(name, rows, shape, name, is_exact, is_integer))

@@ -98,6 +98,10 @@ class LinearDelta(Protocol):
     """What adapters add to the products of linear layers, whichever method holds the weights."""
 
     @property
+    def num_slots(self) -> int:
+        """Adapters that there is room for."""
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What its ops read, by slot name, on the model's device."""
 

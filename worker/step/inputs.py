@@ -115,7 +115,7 @@ class StepInputs:
     groups: tuple[GroupInputs, ...] = ()
     """The inputs of the cache groups behind the first."""
     adapters: Tensor | None = None
-    """[n]: the adapter slot of each token, -1 for none; None where the model has no adapters."""
+    """[n]: the adapter slot of each token, -1 for none; None where no token has one."""
     embeddings: EmbeddingRows | None = None
     """None: all tokens are given by their ids."""
     axes: tuple[Tensor, ...] = ()

@@ -171,7 +171,8 @@ def _spoil(core: EngineCore) -> None:
     pool = core._planner.scheduler.memory.groups[1].cache.device
     held = {page for one in core._planner.scheduler.requests() if one.held for page in one.held[1].pages}
     model: Any = core._loop.runner._model
+    executor = model._passes.plain.executor
     for layer in model.cache_groups[1].layers:
         for name in ("k_cache", "v_cache"):
-            cache: torch.Tensor = model._executor._bound[model._executor._names[f"{name}.{layer}"]]
+            cache: torch.Tensor = executor._bound[executor._names[f"{name}.{layer}"]]
             cache[[page for page in range(pool.total) if page not in held]] = torch.nan

@@ -1,0 +1,130 @@
+"""The forward passes of a model: that of any step, and where there are adapters one more of steps that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import OpSet
+from allspan.kernels.table import activations_of
+from allspan.protos.api.engine import OpProfile
+from allspan.worker.cache.spec import CacheGroup
+from allspan.worker.models.decoder import Decoder, build_decoder
+from allspan.worker.models.holding import Holding
+from allspan.worker.models.shard import split
+from allspan.worker.models.step_meta import MetaContext
+from allspan.worker.models.step_runner import StepRunner
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.program import Program, Rows, with_fused_routers, with_fused_sums, with_whole_logits
+from allspan.worker.quant.base import LinearDelta
+from allspan.worker.step.backend import Backend, Executor
+from allspan.worker.step.buffer_sizes import ModelLimits
+from allspan.worker.step.inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A program and what runs it."""
+
+    decoder: Decoder
+    executor: Executor
+    steps: StepRunner
+
+
+class Passes:
+    """Chooses a step's pass: a step in which no token has an adapter costs what it would in a model without slots."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        cache_groups: tuple[CacheGroup, ...],
+        limits: ModelLimits,
+        ops: OpSet,
+        collectives: Collectives,
+        backend: Backend,
+    ) -> None:
+        self._holding, self._ops, self._collectives = holding, ops, collectives
+        self._is_quantised = cache_groups[0].spec.is_quantised
+        self._activations = activations_of(ops, holding.dtype)
+        shard, spec = holding.shard, holding.spec
+        self._own_widths = tuple(len(rows) for rows in split(spec.vocab_size, shard.size))
+        self._gathers = shard.stage.is_last and shard.size > 1 and "all_gather_columns" in collectives.program_ops
+        self.vocab_widths = (spec.vocab_size,) if self._gathers else self._own_widths
+        """Columns of each rank's logits; a single number where every rank has all of them."""
+        decoder = build_decoder(holding, self._is_quantised)
+        self.bindings = decoder.bindings
+        """The same for all passes."""
+        metas = {
+            name: (group, make(MetaContext(backend, cache_groups[group].spec, limits, ops)))
+            for name, (group, make) in self.bindings.metas.items()
+        }
+        row_numbers = None
+        if self.bindings.num_positions > 1:
+            row_numbers = torch.arange(limits.max_tokens, dtype=torch.int32, device=backend.capabilities.tensors)
+        capacity = {Rows.TOKENS: limits.max_tokens, Rows.OWN: limits.max_tokens, Rows.LOGITS: limits.max_requests}
+
+        def make(decoder: Decoder) -> ForwardPass:
+            program = self._fused(decoder.program)
+            executor = backend.executor(program, ops, collectives, capacity, self._activations)
+            steps = StepRunner(executor, metas, len(cache_groups), collectives.check, row_numbers)
+            return ForwardPass(decoder, executor, steps)
+
+        self._make = make
+        self._all = [make(decoder)]
+        self.newest = self.plain
+        """The pass of the last step."""
+
+    def add(self, delta: LinearDelta) -> None:
+        """Adds the pass of steps in which a token has an adapter; nothing is bound to it yet."""
+        self._all.append(self._make(build_decoder(replace(self._holding, delta=delta), self._is_quantised)))
+
+    @property
+    def plain(self) -> ForwardPass:
+        return self._all[0]
+
+    @property
+    def progress(self) -> int:
+        """Counts up while a step runs; see `Interpreter.progress`."""
+        return sum(each.executor.progress for each in self._all)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """See `Executor.buffers`."""
+        return [buffer for each in self._all for buffer in each.executor.buffers]
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """See `Executor.bind`."""
+        for each in self._all:
+            each.executor.bind(values)
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `StepRunner.run`."""
+        self.newest = self._all[-1] if inputs.adapters is not None else self.plain
+        return self.newest.steps.run(inputs)
+
+    def start_profile(self) -> None:
+        """Times every op of the coming steps, from zero."""
+        for each in self._all:
+            each.steps.start_profile()
+
+    def stop_profile(self) -> None:
+        """Stops timing; what was measured stays readable."""
+        for each in self._all:
+            each.steps.stop_profile()
+
+    def profile(self) -> tuple[OpProfile, ...]:
+        """The time of each op since `start_profile`, the longest in total first, those of each pass apart."""
+        found = [op for each in self._all for op in each.steps.profile()]
+        return tuple(sorted(found, key=lambda op: op.total_ms, reverse=True))
+
+    def _fused(self, program: Program) -> Program:
+        """The program with ops that are several in one, as collectives and kernels have them."""
+        if self._activations in self._collectives.capabilities.fused_norms:
+            program = with_fused_sums(program)
+        if "norm_route" not in self._ops.reference_ops:
+            program = with_fused_routers(program)
+        return with_whole_logits(program, self._own_widths) if self._gathers else program
