@@ -44,14 +44,16 @@ class TensorFolder:
 
     naming = "hugging_face"
 
-    def __init__(self, folder: Path) -> None:
-        """Maps every file and checks its header; raises CheckpointError naming the file and the tensor."""
+    def __init__(self, folder: Path, file: str = "") -> None:
+        """Maps every file, or the one of this name, and checks its header; raises CheckpointError naming the file and
+        the tensor."""
         self._folder = folder
         self._files: list[MappedFile] = []
         self._tensors: dict[str, Stored] = {}
-        for path in weight_files(folder):
+        for path in [folder / file] if file else weight_files(folder):
             self._open(path)
-        check_index(folder, {name: stored.file.path for name, stored in self._tensors.items()})
+        if not file:
+            check_index(folder, {name: stored.file.path for name, stored in self._tensors.items()})
         usual = usual_names(self._tensors)
         self._tensors = {usual[name]: stored for name, stored in self._tensors.items()}
 

@@ -1,0 +1,152 @@
+"""Adapters that are refused: one line that names the file and what is wrong, and nothing is read into a slot."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from allspan.kernels.table import op_set
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.adapters.peft_config import read_peft_config
+from allspan.worker.adapters.peft_folder import PeftFolder
+from allspan.worker.adapters.slots import AdapterSlots
+from allspan.worker.load.loader import load_model
+from support.peft_adapters import save_adapter
+from support.threads import ThreadWorld
+from support.tiny_models import save_tiny
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("base")
+    return save_tiny(folder, "qwen2"), folder
+
+
+@pytest.fixture
+def adapter(base: tuple[Any, Path], tmp_path: Path) -> Path:
+    save_adapter(tmp_path / "one", base[0], 8, ("q_proj",))
+    return tmp_path / "one"
+
+
+def slots_of(path: Path, most: int = 16) -> AdapterSlots:
+    config = ModelConfig(path=str(path), name="tiny")
+    cache, world = CacheConfig(page_size=16), ThreadWorld(1)
+    model = load_model(config, world.collectives[0], op_set("reference"), 8, 8, cache=cache)
+    slots = AdapterSlots(model.holding, 1, most)
+    slots.allocate("cpu")
+    return slots
+
+
+def both(module: str) -> dict[str, torch.Tensor]:
+    return {f"base_model.model.{module}.lora_{side}.weight": torch.ones(8, 8) for side in "AB"}
+
+
+def changed(adapter: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"use_dora": True}, "use_dora True is not supported: adapters with a magnitude"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"r": 0}, "r must be a positive integer"),
+        ({"lora_alpha": "a"}, "lora_alpha must be a positive number"),
+        ({"rank_pattern": {"(": 3}}, "is no regular expression"),
+        ({"rank_pattern": [3]}, "rank_pattern must be an object"),
+        ({"r": 4}, "has rank 8, adapter_config.json says 4"),
+    ],
+)
+def test_a_config_that_would_not_be_computed_exactly_is_refused(
+    values: dict[str, Any], words: str, adapter: Path
+) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    with pytest.raises(CheckpointError) as refused:
+        PeftFolder(adapter)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(f"{Q}.lora_B.weight"), "lora_B of 'model.layers.0.self_attn.q_proj' is missing"),
+        (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)}), "lora_magnitude_vector' is not supported"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 96)}), "must be [r, in] and [out, r]"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(())}), "must be [r, in] and [out, r]"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 3)}), "is for a weight of shape [96, 3]"),
+        (lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan), "numbers that are not finite"),
+        (
+            lambda t: t.update(both("model.layers.9.self_attn.q_proj")),
+            "'model.layers.9.self_attn.q_proj' is no layer of this model",
+        ),
+        (
+            lambda t: t.update(both("model.embed_tokens")),
+            "'model.embed_tokens' is no layer of this model that an adapter may change",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    change: Callable[[dict[str, Any]], None], words: str, adapter: Path, base: tuple[Any, Path]
+) -> None:
+    changed(adapter, change)
+    slots = slots_of(base[1])
+    with pytest.raises(CheckpointError) as refused:
+        slots.load(0, adapter)
+    assert words in str(refused.value)
+    assert "adapter_model.safetensors" in str(refused.value)
+    assert not any(tensor.any() for tensor in slots.tensors.values())
+
+
+def test_a_rank_above_that_of_the_slots_is_refused_with_both(adapter: Path, base: tuple[Any, Path]) -> None:
+    with pytest.raises(CheckpointError, match="has rank 8, max_lora_rank is 4: raise it"):
+        slots_of(base[1], 4).load(0, adapter)
+
+
+def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for data in (whole[:50], struct.pack("<Q", 10**11) + b"{", b""):
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+            PeftFolder(adapter)
+    file.unlink()
+    (adapter / "adapter_model.bin").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin is not read"):
+        PeftFolder(adapter)
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError):
+        PeftFolder(adapter)
+
+
+def test_scales_follow_the_first_pattern_that_matches(adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    values = {
+        "lora_alpha": 16,
+        "use_rslora": True,
+        "alpha_pattern": {"q_proj": 4, ".*proj": 8},
+        "rank_pattern": {"o_proj": 4},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    config = read_peft_config(adapter)
+    found = [config.scale_of(f"model.layers.1.{name}") for name in ("q_proj", "xq_proj", "o_proj", "lm_head")]
+    assert found == pytest.approx([4 / 8**0.5, 8 / 8**0.5, 8 / 4**0.5, 16 / 8**0.5])

@@ -1,0 +1,142 @@
+"""A folder of PEFT's: two matrices for each layer that an adapter changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from allspan.protos.api.errors import CheckpointError
+from allspan.protos.model_files.regular_file import is_there
+from allspan.worker.adapters.peft_config import PeftConfig, read_peft_config
+from allspan.worker.weights.tensor_folder import TensorFolder
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+"""Beginnings of modules of models of images and text, and the text model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The matrices of one module: x · aᵀ · bᵀ is added to its product. a [r, in], b [out, r], of which the product
+    still lacks the factor `scale`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+class PeftFolder:
+    """The matrices of an adapter, by the names of the base model's modules ("model.layers.0.self_attn.q_proj"). Files
+    are memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers. Raises CheckpointError for what PEFT does not write, and for what is not supported."""
+        if not is_there(folder / WEIGHTS_FILE):
+            raise CheckpointError(
+                f"{folder}: {WEIGHTS_FILE} is missing: an adapter is a folder with {WEIGHTS_FILE} and its config, as "
+                "PEFT saves it; adapter_model.bin is not read"
+            )
+        self.path = folder / WEIGHTS_FILE
+        config, self._tensors = read_peft_config(folder), TensorFolder(folder, WEIGHTS_FILE)
+        sides: dict[str, dict[str, str]] = {}
+        for name in self._tensors.names():
+            if (found := _NAME.fullmatch(name)) is None:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is not supported: adapters are lora_A and lora_B of linear layers"
+                )
+            sides.setdefault(_module(found["module"]), {})[found["side"]] = name
+        if not sides:
+            raise CheckpointError(f"{self.path}: there are no tensors")
+        self._modules = {module: self._checked(module, names, config) for module, names in sides.items()}
+
+    @property
+    def modules(self) -> Collection[str]:
+        return self._modules.keys()
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of a module."""
+        return max(self._tensors.shape(a)[0] for a, _, _ in self._modules.values())
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Outputs and inputs of the module that is changed."""
+        a, b, _ = self._modules[module]
+        return self._tensors.shape(b)[0], self._tensors.shape(a)[1]
+
+    def matrices(self, module: str) -> LowRank:
+        """Reads a module's matrices, as float32. Raises CheckpointError for numbers that are not finite."""
+        a, b, scale = self._modules[module]
+        return LowRank(self._read(a), self._read(b), scale)
+
+    def _read(self, name: str) -> Tensor:
+        shape = self._tensors.shape(name)
+        out = torch.empty(shape)
+        self._tensors.read(name, [range(size) for size in shape], out)
+        if not out.isfinite().all():
+            raise CheckpointError(f"{self.path}: tensor {name!r} has numbers that are not finite")
+        return out
+
+    def _checked(self, module: str, names: Mapping[str, str], config: PeftConfig) -> tuple[str, str, float]:
+        """The names of a module's matrices and their scale."""
+        for side in "AB":
+            if side not in names:
+                raise CheckpointError(f"{self.path}: lora_{side} of {module!r} is missing")
+        a, b = (self._tensors.shape(names[side]) for side in "AB")
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
+            raise CheckpointError(
+                f"{self.path}: lora_A and lora_B of {module!r} have shapes {list(a)} and {list(b)}, must be [r, in] "
+                "and [out, r]"
+            )
+        rank = a[0]
+        if rank != config.rank_of(module):
+            raise CheckpointError(
+                f"{self.path}: lora_A of {module!r} has rank {rank}, adapter_config.json says {config.rank_of(module)}"
+            )
+        return names["A"], names["B"], config.scale_of(module)
+
+
+def _module(name: str) -> str:
+    """The name that a model of text alone has for the module."""
+    return next((new + name[len(old) :] for old, new in _PREFIXES if name.startswith(old)), name)
+
+
+@dataclass(slots=True)
+class OutputRows:
+    """A checkpoint of b times its scale, under the names of the weights that are changed, so that rows are found as
+    those of the base model's weights are."""
+
+    folder: PeftFolder
+    matrices: Mapping[str, LowRank]
+    """The matrices of each module; one that is missing changes nothing."""
+    naming: str = "hugging_face"
+
+    def names(self) -> Collection[str]:
+        return [f"{module}.weight" for module in self.matrices]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.matrices[name.removesuffix(".weight")].b.shape)
+
+    def where(self, name: str) -> Path:
+        return self.folder.path
+
+    def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
+        """Columns behind the module's rank are zeros."""
+        rows, columns = ranges
+        out.zero_()
+        if (found := self.matrices.get(name.removesuffix(".weight"))) is not None:
+            own = found.b[rows.start : rows.stop : rows.step, columns.start : columns.stop]
+            out[:, : own.shape[1]] = own * found.scale
+
+    def release(self) -> None:
+        return

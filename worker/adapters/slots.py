@@ -1,0 +1,170 @@
+"""AdapterSlots: the matrices of a model's adapters, held side by side for each linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.packer import Target
+from allspan.protos.api.errors import CheckpointError
+from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
+from allspan.worker.models.holding import Holding
+from allspan.worker.models.layout import expected_shapes, layout
+from allspan.worker.models.pieces import Linear, Piece
+from allspan.worker.models.source import PieceSource
+from allspan.worker.program.program import ProgramBuilder, Rows, Slot
+from allspan.worker.quant.base import LinearShape
+from allspan.worker.weights.held_tensor import HeldTensor
+
+_NAMING = "hugging_face"
+_FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A linear layer that adapters may change, as this rank holds it."""
+
+    piece: Linear
+    a: PackedSpec
+    """One part, of `rank` features for each part of the layer."""
+    b: PackedSpec
+    """The layer's parts."""
+
+    def tensors(self, slots: int) -> dict[str, HeldTensor]:
+        specs = {"a": self.a, "b": self.b}
+        return {
+            f"{self.piece.name}.adapter_{side}": HeldTensor((slots, *spec.shape), torch.uint8)
+            for side, spec in specs.items()
+        }
+
+
+class AdapterSlots:
+    """A LinearDelta (`allspan.worker.quant.base`): `count` slots for adapters of ranks up to `rank`. Lower ranks are
+    filled up with zeros, which change no sum.
+
+    Ranks hold what goes with their part of the layer: all of a where the layer's outputs are split and their rows of
+    b, or their columns of a and all of b where its inputs are. So the sums over ranks that layers have anyway are all
+    that adapters need.
+    """
+
+    def __init__(self, holding: Holding, count: int, rank: int) -> None:
+        self._holding, self._rank, self.num_slots = replace(holding, delta=None), rank, count
+        self._layers = {piece.name: self._layer(piece) for piece in _changeable(holding.pieces)}
+        self.tensors: dict[str, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all slots on this rank."""
+        held = (tensor for layer in self._layers.values() for tensor in layer.tensors(self.num_slots).values())
+        return sum(tensor.num_bytes for tensor in held)
+
+    def allocate(self, device: str) -> None:
+        """Makes the tensors, of adapters that change nothing."""
+        self.tensors = {
+            name: torch.zeros(held.shape, dtype=held.dtype, device=device)
+            for layer in self._layers.values()
+            for name, held in layer.tensors(self.num_slots).items()
+        }
+
+    def load(self, slot: int, path: Path) -> None:
+        """Reads a folder of PEFT's into a slot. Raises CheckpointError for an adapter of another model, for one that is
+        not supported, and for a higher rank than slots have; then the slot is as before."""
+        folder = PeftFolder(path)
+        self._check(folder)
+        # Whole before anything is written: a number that is not finite is found while reading.
+        found = {module: folder.matrices(module) for module in folder.modules}
+        for layer in self._layers.values():
+            self._fill(layer, slot, folder, found)
+
+    def has(self, layer: str) -> bool:
+        return layer in self._layers
+
+    def emit(self, program: ProgramBuilder, layer: str, shape: LinearShape, x: Slot, product: Slot) -> None:
+        held = self._layers[layer]
+        routing = program.once(("adapters", program.rows(x)), lambda: self._route(program, program.rows(x)))
+        low = program.scratch("adapter", x, held.a.features)
+        a, b = (program.named(name) for name in held.tensors(self.num_slots))
+        slots = program.view(low, 1, held.a.features)
+        program.op("expert_linear", x, a, None, held.a, 0, routing, slots)
+        program.op("add_adapters", low, b, held.b, routing, product)
+
+    def _route(self, program: ProgramBuilder, rows: Rows) -> Routing[Slot]:
+        """Appends the op that sorts a step's rows by their adapters."""
+        name = f"adapters of {rows.value}"
+        routing = Routing(
+            program.buffer(f"{name}: places", rows, 1, is_integer=True),
+            program.buffer(f"{name}: weights", rows, 1, is_exact=True),
+            program.buffer(f"{name}: slots", rows, 1, is_integer=True),
+            program.buffer(f"{name}: starts", Rows.ONE, self.num_slots + 1, is_integer=True),
+        )
+        of_logits = rows is Rows.LOGITS
+        tokens = program.input("logits_rows", Rows.LOGITS) if of_logits else None
+        program.op("route_adapters", program.input("adapters"), tokens, routing)
+        return routing
+
+    def _layer(self, piece: Linear) -> _Layer:
+        shape, kind = self._holding.shape_of(piece), _FORMATS[self._holding.dtype]
+        outputs = len(shape.parts) * self._rank
+        a = PackedSpec(kind, kind, (outputs,), len(shape.inputs), memory=shape.memory)
+        return _Layer(piece, a, PackedSpec(kind, kind, shape.parts, self._rank, memory=shape.memory))
+
+    def _fill(self, layer: _Layer, slot: int, folder: PeftFolder, found: Mapping[str, LowRank]) -> None:
+        holding, piece = self._holding, layer.piece
+        name_a, name_b = layer.tensors(self.num_slots)
+        inputs = holding.shard.part(piece.inputs)
+        a = torch.zeros(layer.a.features, len(inputs))
+        for number, part in enumerate(piece.parts):
+            if (matrices := found.get(self._module(part.name))) is not None:
+                first = number * self._rank
+                a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
+        holding.packer.floats(a.to(holding.dtype), Target(layer.a, 0, 0, self.tensors[name_a][slot]))
+        source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
+        for number, outputs in enumerate(layer.b.parts):
+            rows = torch.zeros(outputs, self._rank)
+            source.floats(number, range(outputs), range(self._rank), rows)
+            holding.packer.floats(rows.to(holding.dtype), Target(layer.b, number, 0, self.tensors[name_b][slot]))
+
+    def _module(self, part: str) -> str:
+        """The name of the module of Hugging Face's model that has a part's weight."""
+        return self._holding.weights.foreign(f"{part}.weight", _NAMING).removesuffix(".weight")
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Outputs and inputs of the modules that may be changed, of the whole model."""
+        spec, weights = self._holding.spec, self._holding.weights
+        names = {self._module(part.name) for piece in _changeable(layout(spec)) for part in piece.parts}
+        shapes = expected_shapes(spec, weights, _NAMING)
+        return {name: shapes[f"{name}.weight"] for name in names}
+
+    def _check(self, folder: PeftFolder) -> None:
+        if folder.rank > self._rank:
+            raise CheckpointError(
+                f"{folder.path}: the adapter has rank {folder.rank}, max_lora_rank is {self._rank}: raise it"
+            )
+        for module in folder.modules:
+            if module not in self._shapes:
+                raise CheckpointError(
+                    f"{folder.path}: {module!r} is no layer of this model that an adapter may change: those are linear "
+                    "layers of attention and MLP, not embeddings, routers and experts"
+                )
+            if (actual := folder.shape(module)) != self._shapes[module]:
+                raise CheckpointError(
+                    f"{folder.path}: the adapter of {module!r} is for a weight of shape {list(actual)}, the model's "
+                    f"has {list(self._shapes[module])}"
+                )
+
+
+def _changeable(pieces: Iterable[Piece]) -> Iterator[Linear]:
+    """Layers to whose products adapters can be added: not those that are computed in a way of their own."""
+    for piece in pieces:
+        if not isinstance(piece, Linear) or piece.experts is not None:
+            continue
+        if not (piece.key_rows or piece.is_exact or piece.has_unit_rows):
+            yield piece
