@@ -16,10 +16,10 @@ from allspan.launch.settings import add_cluster_options, add_model
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.flags import Parser, add_options, build
 from allspan.protos.config.generation import GenerationConfig
-from allspan.protos.config.settings import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from allspan.protos.config.settings import AdapterConfig, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from allspan.protos.text import sampling_defaults
 
-_CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+_CONFIGS = (PlacementConfig, ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, AdapterConfig)
 
 
 def add_engine_options(parser: Parser) -> None:

@@ -39,6 +39,7 @@ from allspan.launch.supervision.run_dir import make_run_dir
 from allspan.launch.supervision.world import WorldPlan
 from allspan.protos.api.errors import ConfigError, DeadlineExceeded, Unavailable
 from allspan.protos.cluster.running import LOG_FILE, RunRecord, write_addresses, write_record
+from allspan.protos.config.adapters import checked_adapters, parse_modules
 from allspan.protos.config.settings import ParallelConfig, ServiceConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def serve(settings: ServeSettings, log: LogCopy | None = None) -> int:
     _check(settings)
     if settings.gateway is not None:
         settings = replace(settings, gateway=take_secrets(settings.gateway))
+    settings = replace(settings, adapters=checked_adapters(settings.adapters, settings.served_model_name))
     settings = with_its_ranks(settings)
     if (stages := settings.placement.stages) > 1:  # before other hosts are asked, or cores counted
         check_stages(resolve_model(settings.model, settings.hub).path, stages)
@@ -166,6 +168,7 @@ def _serve(settings: ServeSettings, bound: Bound, fleet: Fleet | None, log: LogC
     if fleet is not None:
         check_mpirun(mpirun)
     model = resolve_model(settings.model, settings.hub)
+    parse_modules(settings.adapters, (model.name,))
     check_files(model.path, settings.weights.load_format != "dummy")
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
@@ -250,6 +253,7 @@ def _start(
         cache=settings.cache,
         scheduler=settings.scheduler,
         parallel=parallel_config(settings, placement),
+        adapters=settings.adapters,
     )
     say(f"allspan {__version__}, {settings.given}")
     say(f"serving {name} from {model.path}: {placement.describe()}, memory {bound.memory}; {mpirun}")

@@ -19,6 +19,7 @@ from allspan.protos.config.settings import (
     CHOICES,
     HELD_FIELDS,
     LIMITS,
+    AdapterConfig,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -94,6 +95,7 @@ class ServeSettings:
     parallel: ParallelConfig
     supervisor: SupervisorConfig
     gateway: GatewayConfig | None
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     served_model_name: tuple[str, ...] = ()
     """The names that requests use, with a gateway or without; empty: the model's own."""
     shutdown_timeout: float = 5.0
@@ -148,6 +150,7 @@ def add_cluster_options(parser: Parser) -> None:
     )
     add_flags(parser.group("cache", "the KV cache"), CacheConfig)
     add_flags(parser.group("scheduler", "what a step may hold"), SchedulerConfig)
+    add_flags(parser.group("adapters", "LoRA adapters"), AdapterConfig)
 
 
 def serve_parser() -> Parser:
@@ -186,6 +189,7 @@ def serve_settings(namespace: argparse.Namespace) -> ServeSettings:
         parallel=build(ParallelConfig, namespace, threads=1),
         supervisor=build(SupervisorConfig, namespace),
         gateway=gateway_config(namespace) if namespace.gateway else None,
+        adapters=build(AdapterConfig, namespace),
         served_model_name=namespace.served_model_name,
         shutdown_timeout=namespace.shutdown_timeout,
         resume=build(ResumeConfig, namespace),

@@ -65,6 +65,7 @@ def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) ->
     message.no_prefix_cache = not options.prefix_cache
     message.cache_salt = options.cache_salt
     message.pooling = options.pooling
+    message.adapter = options.adapter
 
 
 def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
@@ -75,6 +76,7 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
         prefix_cache=not message.no_prefix_cache,
         cache_salt=message.cache_salt,
         pooling=message.pooling,
+        adapter=message.adapter,
     )
 
 

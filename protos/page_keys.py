@@ -50,11 +50,15 @@ class PageShape:
     model: str
     weights_version: int = 1
     prompt_lengths: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """The names of the adapters, in the order of their slots."""
 
-    def keys(self, tokens: Sequence[int], prompt_len: int, salt: str, most: int) -> Iterator[int]:
+    def keys(self, tokens: Sequence[int], prompt_len: int, salt: str, most: int, adapter: str = "") -> Iterator[int]:
         """The short keys of the first full pages, at most `most`, each made when it is read, of a request that came
-        over the wire: one without an adapter, embedding rows and positions of its own."""
+        over the wire: one without embedding rows and positions of its own. The name of an adapter that the world does
+        not have makes keys that no page there has."""
         table = rotary_table(self.prompt_lengths, prompt_len)
-        root = root_key(self.model, self.weights_version, -1, "", table, salt)
+        slot = self.adapters.index(adapter) if adapter in self.adapters else adapter or -1
+        root = root_key(self.model, self.weights_version, slot, "", table, salt)
         pages = iter_page_keys(root, tokens[: most * self.page_tokens], self.page_tokens)
         return map(short_key, pages)

@@ -16,6 +16,7 @@ from allspan.protos.config.config_json import RANK_LIMITS, check, from_json
 from allspan.protos.config.flags import Parser, add_options, build, fail
 from allspan.protos.config.settings import (
     CHOICES,
+    AdapterConfig,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -32,6 +33,7 @@ _GROUPS = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
+    "adapters": AdapterConfig,
 }
 
 

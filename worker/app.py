@@ -33,6 +33,7 @@ from allspan.protos.cluster.cluster_file import (
     write_rank,
 )
 from allspan.protos.cluster.progress import Progress
+from allspan.protos.config.adapters import parse_modules
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.backend.table import open_backend
 from allspan.worker.engine.core import EngineCore
@@ -293,6 +294,7 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         weight_bytes=loaded.model.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         prompt_lengths=limits.row_inputs.prompt_lengths,
+        adapters=parse_modules(config.adapters, (config.model.name,)),
     )
 
 
@@ -308,6 +310,7 @@ def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], st
         watchdog_timeout=config.service.watchdog_timeout,
         supervisor_pid=config.service.supervisor_pid,
         tls=config.service.tls,
+        adapters=facts.adapters,
         ranks=tuple(RankInfo(**json.loads(info)) for info in infos),
     )
 

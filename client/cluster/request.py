@@ -193,7 +193,7 @@ class OpenRequest:
     def _keys(self, shape: PageShape, tokens: Sequence[int]) -> Iterator[int]:
         if not self.options.prefix_cache:
             return iter(())
-        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES)
+        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES, self.options.adapter)
 
     @property
     def _elapsed_s(self) -> float:

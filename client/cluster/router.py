@@ -274,7 +274,7 @@ class Router:
         """Requests may move between replicas: they must mean the same everywhere."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
         for i, info in enumerate(infos):
-            for field in ("model", "vocab_size", "max_model_len"):
+            for field in ("model", "vocab_size", "max_model_len", "adapter_names"):
                 ours, first = getattr(info, field), getattr(infos[0], field)
                 if ours != first:
                     raise ConfigError(f"replica {i} has {field} {ours!r}, replica 0 {first!r}; attach to equal ones")

@@ -249,7 +249,7 @@ class WorldClient:
                 self._first_messages[rank].set()
                 if rank == 0:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
-                    if not self._knowledge.hear(message, self.info.model):
+                    if not self._knowledge.hear(message, self.info.model, self.info.adapter_names):
                         self._ask_for_pages()
                 if is_news:
                     self._update()

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from allspan import __version__
 from allspan.client.gateway.config import GatewayConfig
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError, InvalidRequest, ModelNotFound
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.config.adapters import check_names, plain_name
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.embeddings.rerank import check_template
 from allspan.protos.text import SamplingDefaults, sampling_defaults
@@ -35,11 +38,18 @@ class ServedModel:
     """Further names that requests may use."""
     card: EmbeddingCard = field(default_factory=EmbeddingCard)
     """How it embeds and scores."""
+    adapters: tuple[AdapterModule, ...] = ()
+    """The LoRA adapters that requests may name in the place of the model."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that requests may use, `name` first."""
+        """All names that mean the model itself, `name` first."""
         return (self.name, *self.aliases)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """All names that requests may use: the model's, then the adapters'."""
+        return (*self.names, *(adapter.name for adapter in self.adapters))
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -58,21 +68,39 @@ class ServedModel:
             )
 
     def check_name(self, name: str) -> None:
-        """Raises ModelNotFound for a name that is none of the served ones; "" is the served one."""
+        """Raises ModelNotFound for a name that is none of the served ones; "" is the model's."""
         if name:
             self.find_name(name)
 
+    def adapter(self, name: str) -> str:
+        """Returns the adapter that a request means which names this as its model; "" for the model itself.
+        ModelNotFound for a name that is none of the served ones."""
+        found = self.find_name(name) if name else self.name
+        return "" if found in self.names else found
+
+    def with_adapter(self, options: RequestOptions, name: str) -> RequestOptions:
+        """Returns the options of a request that names this as its model. ModelNotFound."""
+        adapter = self.adapter(name)
+        return replace(options, adapter=adapter) if adapter else options
+
+    def answered(self, options: RequestOptions | None) -> str:
+        """Returns the name of what answers a request with these options: its adapter's or the model's."""
+        return (options and options.adapter) or self.name
+
     def find_name(self, name: str) -> str:
-        """Returns the served name that a request's means: in any case, with or without ORG/ and `:latest`.
-        ModelNotFound for none."""
-        asked = _plain(name)
+        """Returns the served name that a request's means: in any case and with or without `:latest`; a model's also
+        with or without ORG/. ModelNotFound for none."""
+        asked = plain_name(name)
+        for adapter in self.adapters:
+            if asked == plain_name(adapter.name):
+                return adapter.name
         for known in self.names:
-            served = _plain(known)
+            served = plain_name(known)
             *org, last = asked.rsplit("/", 1)
             *served_org, served_last = served.rsplit("/", 1)
             if asked == served or (last == served_last and not (org and served_org)):
                 return known
-        names = " and ".join(map(repr, self.names))
+        names = " and ".join(map(repr, self.all_names))
         raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {names}")
 
     @classmethod
@@ -81,6 +109,7 @@ class ServedModel:
         raise CheckpointError or ConfigError."""
         known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
         name, *aliases = config.served_model_name or (info.model,)
+        check_names(info.adapter_names, (name, *aliases))
         return cls(
             name=name,
             root=info.model,
@@ -91,6 +120,7 @@ class ServedModel:
             fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
             aliases=tuple(aliases),
             card=_card(info, config),
+            adapters=info.adapters,
         )
 
 
@@ -105,7 +135,3 @@ def _card(info: ClusterInfo, config: GatewayConfig) -> EmbeddingCard:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--rerank-template is {file!r}, which cannot be read: {error}") from error
     return replace(card, head=replace(card.head, template=check_template(template)))
-
-
-def _plain(name: str) -> str:
-    return name.lower().removesuffix(":latest")

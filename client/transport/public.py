@@ -50,7 +50,7 @@ class PublicServer(Protocol):
 
     @property
     def model(self) -> str:
-        """The name of the model that is served."""
+        """The name of the model, or of its adapter, that requests go to."""
         ...
 
     def chat(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Pieces:

@@ -18,8 +18,9 @@ _LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 class GrpcServer:
     """A server at HOST:PORT, with TLS where files for it are given or `with_tls` asks for it."""
 
-    def __init__(self, address: str, access: Access, with_tls: bool = False) -> None:
-        """Asks for the model's name. Unavailable when nobody answers, ConfigError for files that cannot be read."""
+    def __init__(self, address: str, access: Access, with_tls: bool = False, model: str = "") -> None:
+        """Asks for the model's name; requests go to `model` instead if it is given. Unavailable when nobody answers,
+        ConfigError for files that cannot be read."""
         self._address = address
         self._metadata = [("authorization", f"Bearer {access.key}")] if access.key else []
         self._channel = _channel(address, access, with_tls)
@@ -31,7 +32,7 @@ class GrpcServer:
         except grpc.RpcError as error:
             self._channel.close()
             raise _translated(error, address) from None
-        self._model = str(info.model.id)
+        self._model = model or str(info.model.id)
 
     @property
     def model(self) -> str:
@@ -39,10 +40,10 @@ class GrpcServer:
 
     def chat(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Pieces:
         listed = [pb.Message(role=message["role"], content=message["content"]) for message in messages]
-        return self._stream(pb.GenerateRequest(chat=pb.Messages(messages=listed)), fields)
+        return self._stream(pb.GenerateRequest(model=self._model, chat=pb.Messages(messages=listed)), fields)
 
     def complete(self, prompt: str, fields: Mapping[str, Any]) -> Pieces:
-        return self._stream(pb.GenerateRequest(text=prompt), fields)
+        return self._stream(pb.GenerateRequest(model=self._model, text=prompt), fields)
 
     def close(self) -> None:
         self._channel.close()

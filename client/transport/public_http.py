@@ -32,8 +32,9 @@ _MAX_ERROR_BYTES = 65536
 class HttpServer:
     """A server at a URL, with or without `/v1` at its end."""
 
-    def __init__(self, url: str, access: Access) -> None:
-        """Asks for the model's name. ConfigError for what is no URL, Unavailable when nobody answers."""
+    def __init__(self, url: str, access: Access, model: str = "") -> None:
+        """Asks for the model's name; requests go to `model` instead if it is given. ConfigError for what is no URL,
+        Unavailable when nobody answers."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--attach is {url!r}, must be http://HOST:PORT or https://HOST:PORT")
@@ -47,7 +48,7 @@ class HttpServer:
         with self._open("models", None, CONNECT_TIMEOUT_S) as response:
             listed = _json(response.read())
         try:
-            self._model = str(listed["data"][0]["id"])
+            self._model = model or str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ModelNotFound(f"{self._base}/models lists no model") from None
 

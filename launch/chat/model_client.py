@@ -17,12 +17,16 @@ from allspan.client.transport.public import Access, Message, Piece, Pieces, Publ
 from allspan.launch.engine_flags import open_engine, sampling_params
 from allspan.launch.models.find_model import FoundModel
 from allspan.launch.secrets import API_KEYS
+from allspan.protos.api.adapters import adapter_slot
 from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestTimings
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.running import host_and_port
 from allspan.protos.cluster.tls import TlsFiles
+from allspan.protos.config.adapters import parse_modules
 from allspan.protos.config.flags import Parser, add_options, build
+from allspan.protos.config.settings import AdapterConfig
 from allspan.protos.text.stream.text_stream import TextStream
 
 _SCHEMES = ("http", "https", "grpc", "grpcs")
@@ -59,14 +63,29 @@ class ModelClient(Protocol):
         ...
 
 
-def add_attach_options(parser: Parser) -> None:
+def add_client_options(parser: Parser) -> None:
+    """Adds the flags for a server of --attach, and for an adapter of the model."""
+    parser.add_argument(
+        "--adapter",
+        default="",
+        metavar="NAME",
+        help="Answers with the LoRA adapter of this name: one of --lora-modules, or one of the server of --attach.",
+    )
     add_options(parser.group("attach", "access to the server of --attach"), AttachConfig)
+
+
+def check_adapter(namespace: argparse.Namespace) -> None:
+    """Raises AdapterNotFound for an adapter that the model which is to be started will not have."""
+    if not namespace.attach:
+        adapters = parse_modules(AdapterConfig(namespace.lora_modules))
+        adapter_slot(namespace.adapter, [adapter.name for adapter in adapters])
 
 
 @contextmanager
 def open_client(namespace: argparse.Namespace, model: FoundModel | None, max_tokens: int) -> Iterator[ModelClient]:
     """Starts a cluster for `model`, attaches to one, or connects to a server; ends what it began."""
-    server = None if model is not None else open_server(namespace.attach, build(AttachConfig, namespace))
+    config, name = build(AttachConfig, namespace), namespace.adapter
+    server = None if model is not None else open_server(namespace.attach, config, name)
     if server is not None:
         try:
             yield ServerClient(server, namespace, max_tokens)
@@ -77,26 +96,27 @@ def open_client(namespace: argparse.Namespace, model: FoundModel | None, max_tok
         yield EngineClient(engine, namespace, max_tokens)
 
 
-def open_server(attach: str, config: AttachConfig) -> PublicServer | None:
-    """Returns the server at a URL, or at HOST:PORT where one answers; None for a run directory and ranks' addresses."""
+def open_server(attach: str, config: AttachConfig, name: str = "") -> PublicServer | None:
+    """Returns the server at a URL, or at HOST:PORT where one answers; None for a run directory and ranks' addresses.
+    `name`: the model or adapter that requests go to; "": the first one of the server's."""
     from allspan.client.transport.public_http import HttpServer
 
     scheme, separator, address = attach.partition("://")
     access = Access(_key(config), TlsFiles(config.ssl_ca_certs, config.ssl_certfile, config.ssl_keyfile))
     if separator and scheme.lower() in ("http", "https"):
-        return HttpServer(attach, access)
+        return HttpServer(attach, access, name)
     from allspan.client.transport.public_grpc import GrpcServer
 
     if separator:
         if scheme.lower() not in _SCHEMES:
             raise ConfigError(f"--attach is {attach!r}, must begin with one of {', '.join(_SCHEMES)}, or be RUN_DIR")
-        return GrpcServer(address.rstrip("/"), access, with_tls=scheme.lower() == "grpcs")
+        return GrpcServer(address.rstrip("/"), access, scheme.lower() == "grpcs", name)
     if "," in attach or Path(attach).expanduser().exists() or host_and_port(attach)[1] is None:
         return None
     with suppress(AllspanError):
-        return GrpcServer(attach, access)
+        return GrpcServer(attach, access, model=name)
     with suppress(AllspanError):
-        return HttpServer(f"http://{attach}", access)
+        return HttpServer(f"http://{attach}", access, name)
     return None
 
 
@@ -121,10 +141,11 @@ class EngineClient:
         self.engine = engine
         self._namespace = namespace
         self._max_tokens = max_tokens
+        self._options = RequestOptions(adapter=namespace.adapter)
 
     @property
     def model(self) -> str:
-        return self.engine.model
+        return self._options.adapter or self.engine.model
 
     def chat(self, messages: Sequence[Message]) -> Pieces:
         ids = self.engine.tokenizer.encode_chat([dict(message) for message in messages])
@@ -147,7 +168,7 @@ class EngineClient:
 
     def _stream(self, ids: list[int], params: SamplingParams, continues: bool) -> Pieces:
         """`continues`: the text goes on from the prompt's."""
-        handle, results = self.engine.start_request(ids, params)
+        handle, results = self.engine.start_request(ids, params, options=self._options)
         text_stream = TextStream(self.engine.tokenizer, params, continues)
         timings = RequestTimings()
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from allspan.launch.chat.conversation import Conversation
-from allspan.launch.chat.model_client import EngineClient, ModelClient, add_attach_options, open_client
+from allspan.launch.chat.model_client import EngineClient, ModelClient, add_client_options, check_adapter, open_client
 from allspan.launch.chat.slash_commands import Answer, run_command, tell
 from allspan.launch.chat.terminal import Terminal
 from allspan.launch.engine_flags import add_engine_options, add_sampling_options, local_model, sampling_params
@@ -26,7 +26,7 @@ def make_parser() -> Parser:
     )
     add_engine_options(parser)
     add_sampling_options(parser)
-    add_attach_options(parser)
+    add_client_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="Begins the conversation with this system message.")
     parser.add_argument(
         "--history",
@@ -42,6 +42,7 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     sampling_params(namespace, None, MAX_TOKENS)
+    check_adapter(namespace)
     model = local_model(namespace)
     if model is not None:
         check_template(load_tokenizer(model.path), model.name)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from allspan.client.transport.public import Piece, Pieces
-from allspan.launch.chat.model_client import add_attach_options, open_client
+from allspan.launch.chat.model_client import add_client_options, check_adapter, open_client
 from allspan.launch.engine_flags import add_engine_options, add_sampling_options, local_model, sampling_params
 from allspan.launch.models.find_model import DEFAULT_MODEL, names_a_model
 from allspan.protos.api.errors import ConfigError
@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     add_engine_options(parser)
     parser.add_argument("text", nargs="?", metavar="TEXT", help="Sets the prompt; - reads standard input.")
     add_sampling_options(parser)
-    add_attach_options(parser)
+    add_client_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="Sets the prompt, whatever it looks like.")
     parser.add_argument(
         "--chat", action="store_true", help="Takes the prompt as a user's message and applies the chat template."
@@ -53,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     settle(namespace)
     text = sys.stdin.read() if namespace.prompt == "-" else namespace.prompt
     sampling_params(namespace, None, MAX_TOKENS)  # refuses bad values before anything is fetched or loaded
+    check_adapter(namespace)
     model = local_model(namespace)
     if model is not None:
         load_tokenizer(model.path)

@@ -26,6 +26,7 @@ from allspan.launch.placement.placement import Placement
 from allspan.launch.settings import ServeSettings, add_flags, serve_parser, serve_settings
 from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
 from allspan.protos.api.wording import counted
+from allspan.protos.config.adapters import checked_adapters
 from allspan.protos.config.flags import Parser, build
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ServiceConfig, WorkerConfig
@@ -48,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     namespace = make_parser().parse(argv)
     require_ranks()
     settings = with_its_ranks(serve_settings(namespace))
+    settings = replace(settings, adapters=checked_adapters(settings.adapters, settings.served_model_name))
     model = resolve_model(settings.model, settings.hub)
     check_stages(model.path, settings.placement.stages)
     with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
@@ -83,6 +85,7 @@ def plan_memory(
         cache=settings.cache,
         scheduler=settings.scheduler,
         parallel=replace(settings.parallel, threads=first.threads, cpus=first.cpus),
+        adapters=settings.adapters,
     )
     sharing = Counter((p.host, p.node) for p in placement.ranks)
     on_node = 1 if first.gpu else max(sharing.values())

@@ -196,8 +196,8 @@ class Cluster:
             return first or self._info(state)
         info = self._info(state)
         if first is not None:
-            limits = (first.max_model_len, first.vocab_size, first.eos_token_ids)
-            info = replace(info, max_model_len=limits[0], vocab_size=limits[1], eos_token_ids=limits[2])
+            shared = ("max_model_len", "vocab_size", "eos_token_ids", "adapters")
+            info = replace(info, **{name: getattr(first, name) for name in shared})
         try:
             write_cluster(self._run.path, info)
         except OSError as error:

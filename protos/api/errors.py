@@ -3,6 +3,7 @@
     AllspanError
     ├── InvalidRequest        a field's value is refused (names field, value, limit)
     ├── ModelNotFound         no such model is served, or no such checkpoint
+    │   └── AdapterNotFound   no such LoRA adapter is served
     ├── CheckpointError       a model's files cannot be read or are not supported
     ├── ConfigError           a flag or setting is refused before anything starts
     ├── QueueFull             too much load; try again later
@@ -55,10 +56,11 @@ class StatusCode(enum.IntEnum):
     DEPRECATED = 20
     """Never."""
     LORA_NUM_EXCEED_LIMIT = 21
-    """Never, and so the next four: adapters are not served."""
+    """Not used, and so the next: adapters are named at the start, where one that does not fit is PARAM_ERROR."""
     LORA_RANK_EXCEED_LIMIT = 22
     LORA_NOT_FOUND = 23
     LORA_ALREADY_LOADED = 24
+    """Not used, and so the next: adapters stay loaded as long as the model."""
     LORA_IN_USE = 25
     STREAMING = 200
     """Not used: a request's state is `ResultQueue.state`."""
@@ -89,6 +91,12 @@ class InvalidRequest(AllspanError):
 
 class ModelNotFound(AllspanError):
     code = "model_not_found"
+
+
+class AdapterNotFound(ModelNotFound):
+    """Raised where an adapter is asked for as such; a model's name that means none is ModelNotFound."""
+
+    code = "adapter_not_found"
 
 
 class CheckpointError(AllspanError):
@@ -158,6 +166,7 @@ ERRORS: dict[str, ErrorRow] = {
     for row in (
         ErrorRow(InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error", StatusCode.PARAM_ERROR),
         ErrorRow(ModelNotFound, "NOT_FOUND", 404, "invalid_request_error", StatusCode.PARAM_ERROR),
+        ErrorRow(AdapterNotFound, "NOT_FOUND", 404, "invalid_request_error", StatusCode.LORA_NOT_FOUND),
         ErrorRow(CheckpointError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.IO_ERROR),
         ErrorRow(ConfigError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.PARAM_ERROR),
         ErrorRow(QueueFull, "RESOURCE_EXHAUSTED", 429, "rate_limit_error", StatusCode.EXCEED_LIMIT_ERROR),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from allspan.protos.api.adapters import MAX_NAME_CHARS
 from allspan.protos.api.errors import InvalidRequest
 
 MAX_TIMEOUT_S = 86_400.0
@@ -28,6 +29,8 @@ class RequestOptions:
     """A salt of the prefix cache: only requests of the same salt share cached pages; at most 256 characters."""
     pooling: str = ""
     """One of POOLINGS: the result is a vector, and nothing is sampled; "": the result is tokens."""
+    adapter: str = ""
+    """The name of the LoRA adapter that computes it together with the model; "": the model alone."""
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -46,6 +49,12 @@ class RequestOptions:
         if len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidRequest(
                 f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS}", "cache_salt"
+            )
+        if not isinstance(self.adapter, str):
+            raise InvalidRequest(f"adapter is {self.adapter!r}, must be an adapter's name, or empty", "adapter")
+        if len(self.adapter) > MAX_NAME_CHARS:
+            raise InvalidRequest(
+                f"adapter has {len(self.adapter)} characters, an adapter's name at most {MAX_NAME_CHARS}", "adapter"
             )
 
     def _check_timeout(self) -> None:

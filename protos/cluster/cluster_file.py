@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
 
@@ -57,6 +58,12 @@ class ClusterInfo:
     replicas: tuple[str, ...] = ()
     """The subfolders of a cluster of several worlds, each a run directory of its own. Such a cluster's own `ranks` are
     empty, and it is "ready" once every replica has been."""
+    adapters: tuple[AdapterModule, ...] = ()
+    """The LoRA adapters of a cluster that is ready, in the order of their slots."""
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.adapters)
 
     @staticmethod
     def from_json(text: str) -> ClusterInfo:
@@ -65,6 +72,7 @@ class ClusterInfo:
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
         values["tls"] = TlsFiles(**values.get("tls", {}))
         values["replicas"] = tuple(values.get("replicas", ()))
+        values["adapters"] = tuple(AdapterModule(**adapter) for adapter in values.get("adapters", ()))
         return ClusterInfo(**values)
 
 

@@ -1,6 +1,7 @@
 """WorkerConfig as JSON: the file that a launcher writes and every rank of a world reads.
 
     {"model": {…}, "service": {…}, "cache": {…}, "scheduler": {…}, "parallel": {…},
+     "adapters": {…},
      "ranks": [{"threads": 4, "cpus": [0, 1, 2, 3]}, …]}
 
 One object a concern, with the fields of `allspan.protos.config.settings` as keys; those with defaults may be missing.
@@ -13,7 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.hf_overrides import parse_overrides
@@ -115,6 +116,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if type(value) is not kind or (kind is float and not math.isfinite(value)):
             raise ConfigError(f"{where} is {_shown(value)}, must be of type {kind.__name__}")
         return value
+    if get_args(kind)[0] is str:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where} is {_shown(value)}, must be a list of texts")
+        return tuple(value)
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise ConfigError(f"{where} is {_shown(value)}, must be a list of integers of at least 0")
     return tuple(value)

@@ -30,6 +30,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster import logs
+from allspan.protos.config.adapters import split_modules
 from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.known_elsewhere import flag_hint
 
@@ -196,7 +197,7 @@ class Parser(argparse.ArgumentParser):
             return value
         if value is None or isinstance(value, (bool, dict)):
             self.error(f"{path}: {key} is {json.dumps(value)}, must be a plain value")
-        text = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+        text = ",".join(map(_item_text, value)) if isinstance(value, list) else str(value)
         try:
             converted = action.type(text) if callable(action.type) else text
         except (argparse.ArgumentTypeError, ValueError) as error:
@@ -217,6 +218,8 @@ class _Repeated(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         before = getattr(namespace, self.dest, self.default)
+        if self.nargs == "+":
+            values = tuple(itertools.chain(*values))
         setattr(namespace, self.dest, values if before is self.default else (*before, *values))
 
 
@@ -241,6 +244,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 JSON_FIELDS = ("hf_overrides",)
 """Fields whose value is the text of a JSON object."""
+MODULE_FIELDS = ("lora_modules",)
+"""Fields that are lists of NAME=PATH or JSON objects, whose flag takes several words as well."""
 
 
 def add_options(
@@ -277,8 +282,9 @@ def add_options(
         parser.add_argument(
             *names,
             dest=field.name,
-            type=_json_object if field.name in JSON_FIELDS else _converter(kind, allowed, limits.get(field.name)),
-            metavar="JSON" if field.name in JSON_FIELDS else "|".join(map(str, allowed or ())) or _metavar(kind),
+            type=_TEXTS[field.name] if field.name in _TEXTS else _converter(kind, allowed, limits.get(field.name)),
+            metavar=_METAVARS.get(field.name) or "|".join(map(str, allowed or ())) or _metavar(kind),
+            nargs="+" if field.name in MODULE_FIELDS else None,
             action=_Repeated if get_origin(kind) is tuple else "store",
             required=required,
             default=default,
@@ -304,6 +310,27 @@ def _json_object(text: str) -> str:
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"is no JSON object: {error}") from None
     return text
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    """The adapters of one word: one, or several with commas between them."""
+    try:
+        return split_modules(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
+
+
+_TEXTS: Mapping[str, Convert] = {
+    **dict.fromkeys(JSON_FIELDS, _json_object),
+    **dict.fromkeys(MODULE_FIELDS, _modules),
+}
+"""The readers of fields whose text has a form of its own."""
+_METAVARS = dict.fromkeys(JSON_FIELDS, "JSON") | dict.fromkeys(MODULE_FIELDS, "NAME=PATH")
+
+
+def _item_text(item: Any) -> str:
+    """An entry of a list in a configuration file as a flag has it."""
+    return json.dumps(item) if isinstance(item, dict) else str(item)
 
 
 def _plain(kind: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 _ALWAYS = "is always on"
-_NO_LORA = "LoRA adapters are not supported yet"
+_LORA_SLOTS = "every adapter of --lora-modules has a slot of its own for as long as the model is loaded"
 _NO_DRAFTS = "speculative decoding is not supported yet"
 _NO_HOSTS = "--hosts a:2,b:2 (or --hostfile, --hosts slurm, --hosts lws) names all hosts at one start"
 _ROPE = "--hf-overrides"
@@ -50,14 +50,16 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--alias": "--served-model-name",
         "--quantize": "--quantization",
         "-q": "--quantization",
-        "--lora": _NO_LORA,
-        "--lora-modules": _NO_LORA,
-        "--lora-paths": _NO_LORA,
-        "--lora-adapters": _NO_LORA,
-        "--lora-scaled": _NO_LORA,
-        "--enable-lora": _NO_LORA,
-        "--max-loras": _NO_LORA,
-        "--max-lora-rank": _NO_LORA,
+        "--lora": "adapters in GGUF files are not supported; --lora-modules NAME=FOLDER takes PEFT's folders",
+        "--lora-paths": "--lora-modules",
+        "--lora-adapters": "--lora-modules",
+        "--lora-scaled": "an adapter is applied with the scale in its own adapter_config.json",
+        "--max-loras": _LORA_SLOTS,
+        "--max-cpu-loras": _LORA_SLOTS,
+        "--max-loras-per-batch": _LORA_SLOTS,
+        "--max-loaded-loras": _LORA_SLOTS,
+        "--lora-dtype": "adapters are held in the type of the activations; --dtype sets it",
+        "--fully-sharded-loras": "adapters are split over the ranks as the layers are",
         "--check-tensors": "--verify",
         "--task": "models generate text; embeddings and scoring heads are not supported yet",
         "--runner": "models generate text; embeddings and scoring heads are not supported yet",

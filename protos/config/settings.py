@@ -116,6 +116,19 @@ class SchedulerConfig:
     sends each token as it comes even then."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The LoRA adapters that are loaded with the model."""
+
+    lora_modules: tuple[str, ...] = ()
+    """Loads LoRA adapters with the model: NAME=FOLDER, or {"name": "NAME", "path": "FOLDER"}, for each. A request takes
+    one by giving its name as the model."""
+    max_lora_rank: int = 16
+    """Limits the rank of an adapter; every slot has room for this one."""
+    enable_lora: bool = False
+    """Says that adapters are served, as --lora-modules does by itself."""
+
+
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
 """The defaults of `max_num_seqs` and `max_num_batched_tokens` for each device."""
 
@@ -183,6 +196,7 @@ class WorkerConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    adapters: AdapterConfig = AdapterConfig()
 
 
 class EngineOptions(TypedDict, total=False):
@@ -223,6 +237,9 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     pipeline_batches: int
     timeout_s: float
+    lora_modules: tuple[str, ...]
+    max_lora_rank: int
+    enable_lora: bool
     watchdog_timeout: float
 
 
@@ -249,6 +266,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "threads": (0, 4096),
     "pipeline_parallel_size": (1, 64),
     "pipeline_batches": (0, 256),
+    "max_lora_rank": (1, 256),
     "redundant_experts": (0, 1 << 16),
     "expert_nodes": (1, 1024),
     "rebalance_experts_s": (0, 10**9),

@@ -20,6 +20,7 @@ from allspan.client.gateway.telemetry.recorder import Telemetry
 from allspan.client.gateway.telemetry.redaction import without_keys
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos import inference_pb2 as pb
+from allspan.protos.api.results import RequestHandle
 from allspan.protos.cluster.logs import JsonFormatter, TextFormatter
 from support.gateway import Gateway, eventually, gateway, stub
 
@@ -152,7 +153,9 @@ def test_a_failed_request_tells_its_trace_no_key() -> None:
     traces = Mock()
     telemetry = Telemetry("tiny", traces, Keys({KEYS["odd"]: ""}).hide)
     origin = Origin(f"POST /v1/{KEYS['odd']}")
-    telemetry.record(origin, KEYS["odd"], 1).end("internal", 0, None, f"no model {KEYS['odd']!r}")
+    telemetry.record(origin, RequestHandle(KEYS["odd"], "tiny"), 1).end(
+        "internal", 0, None, f"no model {KEYS['odd']!r}"
+    )
     assert "%41" not in repr(traces.mock_calls) + origin.label
 
 

@@ -18,6 +18,7 @@ from allspan.launch.chat.model_client import AttachConfig, given_fields, open_se
 from allspan.launch.chat.slash_commands import run_command
 from allspan.launch.chat.terminal import Terminal
 from allspan.launch.commands import chat
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError, InvalidRequest, Unauthenticated, Unavailable
 from support.fake_engine import ANSWER
 from support.gateway import fake_engine, gateway
@@ -171,6 +172,23 @@ async def test_a_server_answers_over_http_and_grpc() -> None:
                     list(server.complete("x", {"top_p": 7}))
                 assert server.model == "tiny"
                 server.close()
+
+        await asyncio.to_thread(ask)
+
+
+async def test_a_server_is_asked_for_the_adapter_that_is_named() -> None:
+    async with gateway(fake_engine(adapters=(AdapterModule("sql", "/a"),))) as running:
+
+        def ask() -> None:
+            for address in (running.http_address, f"grpc://{running.grpc_address}", running.grpc_address):
+                for name, adapter in (("sql", "sql"), ("", "")):
+                    server = open_server(address, AttachConfig(), name)
+                    assert server is not None
+                    assert server.model == (name or "tiny")
+                    for pieces in (server.chat([{"role": "user", "content": "x"}], {}), server.complete("x", {})):
+                        list(pieces)
+                        assert running.engine.last.options.adapter == adapter
+                    server.close()
 
         await asyncio.to_thread(ask)
 

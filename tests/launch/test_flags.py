@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.config.flags import Parser, add_options, build, field_docs
 
 
@@ -189,3 +190,39 @@ def test_help_on_what_is_not_there_names_what_is_near(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         grouped().parse(["--help", "max-model-length"])
     assert "did you mean max-model-len" in capsys.readouterr().err
+
+
+JSON_MODULE = '{"name": "c", "path": "/x,y"}'
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["m", "--lora-modules", "a=/1", "b=/2", JSON_MODULE, "--ranks", "1"],
+        ["--lora-modules", f"a=/1,b=/2,{JSON_MODULE}", "--ranks", "1", "m"],
+        ["m", "--lora-modules=a=/1", "--lora-modules", "b=/2", JSON_MODULE],
+    ],
+)
+def test_adapters_are_words_or_a_list_and_the_flag_may_be_repeated(argv: list[str]) -> None:
+    settings = serve_settings(serve_parser().parse(argv))
+    assert (settings.model, settings.adapters.lora_modules) == ("m", ("a=/1", "b=/2", JSON_MODULE))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", 'lora-modules = ["a=/1", {name = "c", path = "/x,y"}]'),
+        ("c.yaml", 'lora-modules:\n  - a=/1\n  - name: c\n    path: "/x,y"\n'),
+    ],
+)
+def test_a_config_file_lists_adapters_as_texts_or_tables(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    settings = serve_settings(serve_parser().parse(["m", "--config", str(tmp_path / name)]))
+    assert settings.adapters.lora_modules == ("a=/1", JSON_MODULE)
+
+
+def test_an_adapter_that_is_no_json_is_one_line_that_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_parser().parse(["m", "--lora-modules", '{"name": '])
+    line = capsys.readouterr().err
+    assert ("--lora-modules" in line, "no JSON object" in line, line.count("\n")) == (True, True, 1)

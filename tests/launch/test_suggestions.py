@@ -26,7 +26,8 @@ from allspan.protos.config import known_elsewhere
         (["-hf", "org/name"], ["without a flag", "allspan serve ORG/NAME"]),
         (["--mem-fraction-static", "0.8"], ["--gpu-memory-utilization", "--kv-cache-bytes"]),
         (["--seed", "1"], ["allspan generate", "each request"]),
-        (["--lora_modules", "x"], ["LoRA", "not supported yet"]),
+        (["--lora-paths", "a=x"], ["use --lora-modules"]),
+        (["--max_loras", "4"], ["--lora-modules has a slot"]),
         (["--temp", "0.1"], ["--temperature is a flag of `allspan generate`"]),
     ],
 )

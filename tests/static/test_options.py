@@ -7,6 +7,7 @@ from typing import get_type_hints
 from allspan.client.engine import ServeOptions
 from allspan.launch.settings import serve_parser
 from allspan.protos.config.settings import (
+    AdapterConfig,
     CacheConfig,
     EngineOptions,
     ModelConfig,
@@ -30,7 +31,7 @@ def flags() -> set[str]:
 
 
 def test_the_engine_s_keyword_arguments_are_the_fields_of_its_settings() -> None:
-    settings = declared(ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
+    settings = declared(ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, AdapterConfig)
     settings["watchdog_timeout"] = declared(ServiceConfig)["watchdog_timeout"]
     assert get_type_hints(EngineSettings) == settings
 

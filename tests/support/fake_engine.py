@@ -6,11 +6,12 @@ import asyncio
 import struct
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allspan.client.cluster.snapshot import ClusterView, RankView, ReplicaView
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import STEP_TOKENS_BOUNDS
 from allspan.protos.api.engine import EngineStatistics, Prompt, RankStatistics
 from allspan.protos.api.errors import AllspanError, Unavailable
@@ -46,6 +47,7 @@ class FakeEngine:
     eos: int
     vocab_size: int
     max_model_len: int = 256
+    adapters: tuple[AdapterModule, ...] = ()
     step_s: float = 0.0
     stop_s: float = 0.0
     """Until it hears that a request is to stop."""
@@ -73,7 +75,8 @@ class FakeEngine:
 
     @property
     def cluster(self) -> ClusterInfo:
-        return ClusterInfo(1, "ready", "tiny", "/nonexistent", self.max_model_len, self.vocab_size, (self.eos,))
+        known = ClusterInfo(1, "ready", "tiny", "/nonexistent", self.max_model_len, self.vocab_size, (self.eos,))
+        return replace(known, adapters=self.adapters)
 
     @property
     def is_ready(self) -> bool:

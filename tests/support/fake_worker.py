@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import grpc.aio
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos import worker_pb2_grpc
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import ERRORS, AllspanError, InvalidRequest
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
@@ -135,6 +136,7 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
             max_model_len=self._cluster.max_model_len,
             vocab_size=VOCAB_SIZE,
             kernels="fake",
+            adapters=[pb.Adapter(**asdict(adapter)) for adapter in self._cluster.adapters],
             statistics=pb.Statistics(
                 counters=counters_to_wire(
                     EngineCounters(
@@ -213,6 +215,7 @@ class FakeCluster:
         self.model_path = model_path
         self.max_model_len = max_model_len
         self.step_s = step_s
+        self.adapters = (AdapterModule("sql", "/a"), AdapterModule("b", "/c", "base"))
         self.epoch = 0
         self.paused = False
         self.events: list[tuple[str, int, str]] = []
@@ -261,6 +264,7 @@ class FakeCluster:
             supervisor_pid=os.getpid(),
             ranks=ranks,
             will_restart=will_restart,
+            adapters=self.adapters,
         )
         write_cluster(self.run_dir, info)
 

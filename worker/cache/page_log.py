@@ -17,8 +17,9 @@ from typing import Protocol
 MAX_CHANGES = 65536
 """Changes that are kept for readers."""
 
-CachedPage = tuple[bytes, bytes, bool]
-"""The key of the page before it (b"": it is the first), its token ids (int32), and whether it is in the host tier."""
+CachedPage = tuple[bytes, bytes, bool, int]
+"""The key of the page before it (b"": it is the first), its token ids (int32), whether it is in the host tier, and the
+slot of its adapter (-1: none)."""
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Changes:
 class PageNews(Protocol):
     """What a cache tells of its pages."""
 
-    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
+    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int], adapter: int = -1) -> None:
         """See `PageLog.describe`."""
 
     def described(self) -> None:
@@ -57,7 +58,7 @@ class PageLog:
         self.weights_version = 1
         self._lock = threading.Lock()
         self._pages: dict[bytes, CachedPage] = {}
-        self._origins: dict[bytes, tuple[bytes, bytes]] = {}
+        self._origins: dict[bytes, tuple[bytes, bytes, int]] = {}
         """What was described and is about to be stored."""
         self._changes: deque[tuple[bytes, CachedPage | None]] = deque()
         self._end = 0
@@ -67,13 +68,14 @@ class PageLog:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
-        """`tokens` are those of the pages of `keys` from number `first` on, which are stored next."""
+    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int], adapter: int = -1) -> None:
+        """`tokens` are those of the pages of `keys` from number `first` on, which are stored next; `adapter` is the
+        slot of their request's."""
         data, width = array("i", tokens).tobytes(), 4 * self.page_size
         for place in range(first, len(keys)):
             if keys[place] not in self._pages:
                 at = (place - first) * width
-                self._origins[keys[place]] = keys[place - 1] if place else b"", data[at : at + width]
+                self._origins[keys[place]] = keys[place - 1] if place else b"", data[at : at + width], adapter
 
     def described(self) -> None:
         """What was described has been stored, as far as it was to be."""
@@ -85,10 +87,10 @@ class PageLog:
         if page is not None:
             if page[2] is is_host:
                 return
-            before, data, _ = page
+            before, data, _, adapter = page
         else:
-            before, data = self._origins.pop(key, (b"", b""))
-        self._write(key, (before, data, is_host))
+            before, data, adapter = self._origins.pop(key, (b"", b"", -1))
+        self._write(key, (before, data, is_host, adapter))
 
     def remove(self, key: bytes) -> None:
         """No tier has the page any more."""
@@ -151,9 +153,9 @@ class OwnerLog:
         self._places = places
         self._owner = owner
 
-    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
+    def describe(self, keys: Sequence[bytes], first: int, tokens: Sequence[int], adapter: int = -1) -> None:
         """See `PageLog.describe`."""
-        self._whole.describe(keys, first, tokens)
+        self._whole.describe(keys, first, tokens, adapter)
 
     def described(self) -> None:
         """See `PageLog.described`."""

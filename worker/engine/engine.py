@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from allspan.protos.api.adapters import adapter_slot
 from allspan.protos.api.batch_generate import (
     AsyncWaits,
     BatchGenerate,
@@ -39,6 +40,7 @@ from allspan.protos.api.prompts import (
 )
 from allspan.protos.api.results import Output, RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.adapters import parse_modules
 from allspan.protos.embeddings.calls import EmbeddingCalls
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text.defaults import default_params
@@ -92,6 +94,7 @@ class Engine(EmbeddingCalls):
         self._tokenizer_path = Path(tokenizer or config.model.path)
         self._tokenizer: Tokenizer | None = None
         self._model_path = config.model.path
+        self._adapters = [module.name for module in parse_modules(config.adapters, (self.model,))]
         self._loaded = load_engine(config, ops, LocalCollectives())
         self._kernels = ops.name
         self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
@@ -322,6 +325,7 @@ class Engine(EmbeddingCalls):
         try:
             request = Request(request_id, "", tuple(ids), params, options, embeddings=embeddings)
             request.positions, request.wants_hidden_state = positions, wants_hidden_state
+            request.adapter = adapter_slot(options.adapter, self._adapters)
             self._core.submit(request)
         except AllspanError:
             self._open.remove(request_id)

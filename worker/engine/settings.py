@@ -14,6 +14,7 @@ from allspan.protos.api.errors import ConfigError, ModelNotFound
 from allspan.protos.config.config_json import from_json
 from allspan.protos.config.home import models_dir
 from allspan.protos.config.settings import (
+    AdapterConfig,
     CacheConfig,
     EngineOptions,
     ModelConfig,
@@ -32,7 +33,13 @@ class EngineSettings(EngineOptions, total=False):
     memory_node: int
 
 
-_GROUPS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
+_GROUPS = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "adapters": AdapterConfig,
+}
 
 
 def find_model(model: str | Path) -> tuple[str, Path]:

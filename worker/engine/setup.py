@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packer import Packer
@@ -19,8 +20,10 @@ from allspan.protos.api.wording import counted
 from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.text.model_defaults import generation_defaults
+from allspan.worker.adapters.opening import bytes_of_adapters, open_adapters
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import CacheDemand, Room, check_weights_fit, group_demands, num_kv_pages
+from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
@@ -73,14 +76,16 @@ def load_engine(
     world = _checked_world(config.parallel.pipeline_parallel_size, collectives)
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
-    logits = most_logits_rows(most.max_num_seqs)
+    logits, tensors = most_logits_rows(most.max_num_seqs), backend.capabilities.tensors
 
     def check_room(prepared: Prepared) -> None:
         _check_placements(prepared.holding, world)
-        _check_room(config, prepared, backend.room(config.parallel.cpus), ranks_on_node)
+        adapter_bytes = bytes_of_adapters(prepared.holding, config.adapters, tensors)
+        _check_room(config, prepared, adapter_bytes, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
+    open_adapters(loaded, config.adapters, tensors)
     head = _score_head(model, loaded, world.rank)
     await_others()
     lifetimes, own = [group.lifetime for group in loaded.cache_groups], attention_place(model, collectives)
@@ -110,11 +115,15 @@ def load_engine(
     steps = backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat)
     if steps is not None:
         steps.capture()
-    pages = [tensor for cache in kv for tensor in (*cache.keys, *cache.values)]
-    pages += [tensor for tier in host for tensor in tier.tensors]
-    weights = Weights(loaded, model, cache, collectives, pages, await_others, steps)
+    weights = Weights(loaded, model, cache, collectives, _page_tensors(kv, host), await_others, steps)
     _set_operations(core, model, loaded, weights, head, ops, collectives)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+
+
+def _page_tensors(caches: Sequence[KVCache], host: Sequence[HostPages]) -> list[Tensor]:
+    """Returns the tensors that keep keys and values, on the device and in host memory."""
+    pages = [tensor for cache in caches for tensor in (*cache.keys, *cache.values)]
+    return pages + [tensor for tier in host for tensor in tier.tensors]
 
 
 def _checked_world(wanted: int, collectives: Collectives) -> Collectives:
@@ -153,10 +162,10 @@ def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:
     return head
 
 
-def _check_room(config: WorkerConfig, prepared: Prepared, room: Room, ranks_on_node: int) -> None:
+def _check_room(config: WorkerConfig, prepared: Prepared, more_bytes: int, room: Room, ranks_on_node: int) -> None:
     """Raises ConfigError for weights, or a context, that do not fit. A context that cannot fit is refused before the
     tables of its positions are made."""
-    check_weights_fit(prepared.weight_bytes, room, ranks_on_node)
+    check_weights_fit(prepared.weight_bytes + more_bytes, room, ranks_on_node)
     groups, most = group_demands(prepared.cache_groups), config.scheduler.max_num_seqs
     num_kv_pages(config.cache, CacheDemand(groups, prepared.max_model_len, most, room, ranks_on_node))
 

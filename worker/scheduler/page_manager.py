@@ -186,7 +186,8 @@ class PageManager:
             keys, news = self._keys(request, full), self.groups[self._logged].cache.log
             if news is not None:
                 first = request.held[self._logged].num_inserted
-                news.describe(keys, first, request.tokens(first * self._page_size, full * self._page_size))
+                tokens = request.tokens(first * self._page_size, full * self._page_size)
+                news.describe(keys, first, tokens, request.adapter)
             for group, held in zip(self.groups, request.held, strict=True):
                 group.commit(held, keys)
             if news is not None:

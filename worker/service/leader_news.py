@@ -59,11 +59,15 @@ class PageEventStream:
         self._reader.close()
 
     def _stored(self, key: bytes, page: CachedPage) -> pb.PageStored:
-        before, tokens, is_host = page
+        before, tokens, is_host, adapter = page
         if not self._with_tokens:
             return pb.PageStored(key=short_key(key), medium=MEDIA[is_host])
         return pb.PageStored(
-            key=short_key(key), parent=short_key(before), token_ids=array("i", tokens), medium=MEDIA[is_host]
+            key=short_key(key),
+            parent=short_key(before),
+            token_ids=array("i", tokens),
+            medium=MEDIA[is_host],
+            lora_id=adapter + 1,
         )
 
 

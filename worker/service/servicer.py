@@ -10,12 +10,13 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.config.settings import WorkerConfig
@@ -99,6 +100,12 @@ class RankFacts:
     kv_bytes: int
     prompt_lengths: tuple[int, ...] = ()
     """See `RowInputs.prompt_lengths`."""
+    adapters: tuple[AdapterModule, ...] = ()
+    """The adapters that it has loaded, in the order of their slots."""
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.adapters)
 
 
 def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
@@ -173,7 +180,7 @@ class RankServicer(WorkerServicer):
 
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
-        request = request_from_wire(message, self._model.name, self._epoch)
+        request = request_from_wire(message, self._model.name, self._epoch, self._facts.adapter_names)
         if request.params.grammar is not None:
             self._leases.find(request.client_id)
             request.grammar = await compiled(self._core.grammars.begin(request.params.grammar))
@@ -245,6 +252,7 @@ class RankServicer(WorkerServicer):
             numa_nodes=facts.numa_nodes,
             threads=facts.threads,
             experts=await self._experts.read(),
+            adapters=[pb.Adapter(**asdict(adapter)) for adapter in facts.adapters],
         )
 
     @translated

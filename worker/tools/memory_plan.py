@@ -21,6 +21,7 @@ import torch
 from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
 from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.adapters.opening import bytes_of_adapters
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import (
     CacheDemand,
@@ -114,7 +115,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     first = prepared[0]
     page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in prepared]
     widest, widest_groups = max(page_bytes), _widest(prepared)
-    heaviest = max(rank.weight_bytes for rank in prepared)
+    heaviest = max(_weight_bytes(rank, config) for rank in prepared)
     config = settled(config)
     step = max(step_bytes(rank, config) for rank in prepared)
     left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
@@ -191,7 +192,7 @@ def _rank_memory(
     page_bytes, read = [group.spec.bytes_per_page for group in prepared.cache_groups], token_bytes(prepared.holding)
     return RankMemory(
         rank=rank,
-        weight_bytes=prepared.weight_bytes,
+        weight_bytes=_weight_bytes(prepared, config),
         kv_bytes_per_page=sum(page_bytes),
         kv_bytes=sum(each * count for each, count in zip(page_bytes, pages, strict=True)),
         host_kv_bytes=sum(page_bytes) * host_pages,
@@ -200,6 +201,12 @@ def _rank_memory(
         token_bytes=read.mean,
         busiest_token_bytes=read.busiest,
     )
+
+
+def _weight_bytes(prepared: Prepared, config: WorkerConfig) -> int:
+    """The bytes of a rank's weights, with the slots of its adapters."""
+    device = open_backend(config.model.device).capabilities.tensors
+    return prepared.weight_bytes + bytes_of_adapters(prepared.holding, config.adapters, device)
 
 
 def _layers(prepared: Prepared) -> tuple[int, int]:

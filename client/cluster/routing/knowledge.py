@@ -64,15 +64,16 @@ class ReplicaKnowledge:
         """True once its leader has told what it has cached."""
         return self._shape is not UNTOLD
 
-    def hear(self, message: pb.StepOutputs, model: str) -> bool:
-        """Takes what the leader of a world of this model tells. False: page events were missing before these; nothing
-        is known of its pages until it has told all of them again, which it is to be asked for."""
+    def hear(self, message: pb.StepOutputs, model: str, adapters: tuple[str, ...] = ()) -> bool:
+        """Takes what the leader of a world of this model and these adapters (their names, in the order of the slots)
+        tells. False: page events were missing before these; nothing is known of its pages until it has told all of them
+        again, which it is to be asked for."""
         if message.HasField("load"):
             self._queued, self._sent = message.load.queued_tokens, 0
             self._table.tell_load(self.number, self._queued)
         is_whole = True
         for events in message.page_events:
-            is_whole &= self._apply(events, model)
+            is_whole &= self._apply(events, model, adapters)
         return is_whole
 
     def sent(self, work: int, keys: Sequence[int]) -> None:
@@ -110,11 +111,12 @@ class ReplicaKnowledge:
         self._table.reshape(self.number, self._shape, shape)
         self._shape = shape
 
-    def _apply(self, events: pb.PageEvents, model: str) -> bool:
+    def _apply(self, events: pb.PageEvents, model: str, adapters: tuple[str, ...]) -> bool:
         """Returns False where a gap is noticed."""
         if events.cleared:
             self.clear()
-            shape = _shape(events.page_tokens, model, events.weights_version, tuple(events.prompt_lengths))
+            lengths = tuple(events.prompt_lengths)
+            shape = _shape(events.page_tokens, model, events.weights_version, lengths, adapters)
             self._reshape(shape)
         elif not self.is_told:
             return True  # what follows a gap, until the next snapshot

@@ -199,7 +199,7 @@ class Admission:
         return self._idle.is_set()
 
     async def _start(self, job: Job, origin: Origin, started: list[ActiveRequest]) -> ActiveRequest:
-        handle = RequestHandle(uuid.uuid4().hex, self._model.name)
+        handle = RequestHandle(uuid.uuid4().hex, self._model.answered(job.options))
         stream = TextStream(job.tokenizer or self._tokenizer, job.params, job.continues, job.text)
         try:
             options = self._options(job, origin)
@@ -208,7 +208,7 @@ class Admission:
             # Cancelled just as the engine said yes, the answer is lost; the name is not.
             self._engine.release_request(handle)
             raise
-        record = self._telemetry.record(origin, handle.request_id, len(job.token_ids))
+        record = self._telemetry.record(origin, handle, len(job.token_ids))
         request = ActiveRequest(self._engine, handle, queue, stream, job.token_ids, origin, record)
         self._running.add(request)
         started.append(request)

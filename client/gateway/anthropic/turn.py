@@ -88,7 +88,7 @@ async def plan_message(context: GatewayContext, body: bytes) -> MessageTurn:
         raise InvalidRequest("max_tokens is missing, must be a number of tokens", "max_tokens")
     chat = parse_value(ChatRequest, request.conversation(), limits)
     job, reading = await chat_job(context, chat, most_tokens=request.max_tokens)
-    return MessageTurn(job, reading, context.model.name, bool(request.stream), request.max_tokens)
+    return MessageTurn(job, reading, context.model.answered(job.options), bool(request.stream), request.max_tokens)
 
 
 def _events(told: Iterator[Json] | Sequence[Json]) -> Iterator[bytes]:

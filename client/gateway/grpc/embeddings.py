@@ -32,11 +32,11 @@ async def embed_reply(
         normalize=request.normalize if request.HasField("normalize") else None,
         input_type=request.input_type if request.HasField("input_type") else None,
         reading=PromptOptions(last_tokens=last),
-        options=options_of(request, time_left),
+        options=context.model.with_adapter(options_of(request, time_left), request.model),
     )
     made = await embed(context, call, origin)
     return pb.EmbedResponse(
-        model=context.model.name,
+        model=context.model.answered(call.options),
         embeddings=[pb.Embedding(values=vector.tolist()) for vector in made.vectors],
         prompt_tokens=made.num_tokens,
     )
@@ -50,8 +50,9 @@ async def score_reply(
     _check_count(len(request.documents), "documents", context.config.limits)
     pairs = text_pairs(list(request.queries), list(request.documents))
     instruction = request.instruction if request.HasField("instruction") else None
-    made = await score(context, pairs, instruction, options_of(request, time_left), origin)
-    return pb.ScoreResponse(model=context.model.name, scores=made.scores, prompt_tokens=made.num_tokens)
+    options = context.model.with_adapter(options_of(request, time_left), request.model)
+    made = await score(context, pairs, instruction, options, origin)
+    return pb.ScoreResponse(model=context.model.answered(options), scores=made.scores, prompt_tokens=made.num_tokens)
 
 
 def _check_count(count: int, name: str, limits: LimitsConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from allspan.client.gateway.admission.active_request import ActiveRequest, PromptLogprob
@@ -104,7 +105,7 @@ def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> Reques
     )
     if remaining_s is None or remaining_s >= (timeout or MAX_TIMEOUT_S):
         return asked
-    return RequestOptions(asked.priority, remaining_s, asked.prefix_cache, asked.cache_salt)
+    return replace(asked, timeout_s=remaining_s)
 
 
 def responses(

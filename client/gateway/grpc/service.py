@@ -70,7 +70,11 @@ class InferenceService:
 
     async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         model = self._context.model
-        return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
+        adapters = (
+            pb.Model(id=each.name, max_model_len=model.max_model_len, parent=each.base_model_name or model.name)
+            for each in model.adapters
+        )
+        return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len), *adapters])
 
     async def server_info(self, request: pb.ServerInfoRequest) -> pb.ServerInfoResponse:
         return await server_info(self._context)
@@ -111,7 +115,7 @@ class InferenceService:
                 raise InvalidRequest("prompt is missing: set one of text, token_ids, chat", "prompt")
         fields = self._context.sampling.fields(sampling_of(request.sampling))
         params = self._context.sampling.params(fields, len(token_ids), default_max_tokens=None)
-        options = options_of(request, context.time_remaining())
+        options = self._context.model.with_adapter(options_of(request, context.time_remaining()), request.model)
         is_chat = request.WhichOneof("prompt") == "chat"
         job = Job(
             token_ids, params, not is_chat, options, text_options_of(request.sampling), None, "sampling.structured"

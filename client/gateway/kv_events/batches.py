@@ -46,7 +46,8 @@ class KvEvents:
     def _stored(self, pages: Sequence[pb.PageStored], page_tokens: int) -> Any:
         tokens = [token for page in pages for token in page.token_ids]
         keys = [page.key for page in pages]
-        return self._event("BlockStored", keys, pages[0].parent or None, tokens, page_tokens, None, pages[0].medium)
+        parent, lora_id = pages[0].parent or None, pages[0].lora_id or None
+        return self._event("BlockStored", keys, parent, tokens, page_tokens, lora_id, pages[0].medium)
 
     def _event(self, name: str, *values: Any) -> Any:
         if self._written == "arrays":

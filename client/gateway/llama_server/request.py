@@ -26,7 +26,7 @@ _INERT = frozenset(
         *("mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
         *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         *("dry_sequence_breakers", "top_n_sigma", "tfs_z", "penalize_nl", "post_sampling_probs", "timings_per_token"),
-        *("response_fields", "t_max_predict_ms", "t_max_prompt_ms", "lora", "return_progress", "n_cache_reuse"),
+        *("response_fields", "t_max_predict_ms", "t_max_prompt_ms", "return_progress", "n_cache_reuse"),
         "backend_sampling",
     )
 )
@@ -86,7 +86,7 @@ class LlamaRequest(RequestBody):
     def completion(self) -> Json:
         """Returns the equivalent body for /v1/completions, but for the length; InvalidRequest names what does not
         fit."""
-        body: Json = {name: getattr(self, name) for name in _SAME}
+        body: Json = {name: getattr(self, name) for name in _SAME} | {"model": self.model}
         body |= {"guided_grammar": self.grammar or None, "guided_json": self.json_schema or None}
         body |= {"repetition_penalty": self.repeat_penalty, "logit_bias": _biases(self.logit_bias)}
         body |= {"seed": None if self.seed == -1 else self.seed, "logprobs": self.n_probs or None}

@@ -101,7 +101,8 @@ async def plan_completion(context: GatewayContext, body: bytes) -> LlamaTurn:
     context.model.check_name(request.model)
     completion = parse_value(CompletionRequest, request.completion(), limits)
     plan = await completion_plan(context, completion, request.most_tokens)
-    return LlamaTurn(plan.jobs[0], request, TokenTexts(context.tokenizer), context.model.name, bool(request.stream))
+    name = context.model.answered(plan.jobs[0].options)
+    return LlamaTurn(plan.jobs[0], request, TokenTexts(context.tokenizer), name, bool(request.stream))
 
 
 def settings(params: SamplingParams) -> Json:

@@ -56,7 +56,14 @@ def _cache_config(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
 
 
 def _lora(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
-    yield ("0", "", ""), time.time()  # the newest row counts, by its value
+    adapters = [adapter.name for adapter in scene.context.model.adapters]
+    asked = [
+        (request.handle.model, request.num_output_tokens) for request in scene.context.admission.running_requests()
+    ]
+    running = {name for name, num_tokens in asked if num_tokens}
+    waiting = {name for name, num_tokens in asked if not num_tokens}
+    states = (",".join(name for name in adapters if name in those) for those in (running, waiting))
+    yield (str(len(adapters)), *states), time.time()  # the newest row counts, by its value
 
 
 def _rows() -> Iterator[Metric]:
@@ -76,7 +83,7 @@ def _rows() -> Iterator[Metric]:
     yield Metric(
         "lora_requests_info",
         "gauge",
-        "The time of the scrape; there are no adapters.",
+        "The time of the scrape, with the adapters of requests that have had a token, and of those that have not.",
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         _lora,
     )

@@ -29,15 +29,15 @@ class ModelCards:
 
     def tags(self) -> Json:
         """The list of models: one an entry for each name that requests may use."""
-        return {"models": [self._entry(name) for name in self.context.model.names]}
+        return {"models": [self._entry(name) for name in self.context.model.all_names]}
 
     def running(self) -> Json:
         """The list of loaded models."""
         more = {"expires_at": NEVER, "size_vram": 0, "context_length": self.context.model.max_model_len}
-        return {"models": [self._entry(name) | more for name in self.context.model.names]}
+        return {"models": [self._entry(name) | more for name in self.context.model.all_names]}
 
-    def shown(self) -> Json:
-        """One model in full."""
+    def shown(self, name: str) -> Json:
+        """The model in full, or the one of its adapters that this names."""
         template = self.context.tokenizer.chat_template
         family = self._details["family"] or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": self.context.model.max_model_len}
@@ -46,23 +46,26 @@ class ModelCards:
             "modelfile": "",
             "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
             "template": template.published if template is not None else "",
-            "details": self._details,
+            "details": self._details | self._parent(self.context.model.adapter(name)),
             "model_info": info,
             "capabilities": list(self._capabilities()),
             "modified_at": iso(self.context.model.created),
         }
 
     def _entry(self, name: str) -> Json:
-        model = self.context.model
+        model, adapter = self.context.model, self.context.model.adapter(name)
         tagged = name if ":" in name else f"{name}:latest"
         return {
             "name": tagged,
             "model": tagged,
             "modified_at": iso(model.created),
             "size": self._size,
-            "digest": hashlib.sha256(model.fingerprint.encode()).hexdigest(),
-            "details": self._details,
+            "digest": hashlib.sha256(f"{model.fingerprint}{adapter}".encode()).hexdigest(),
+            "details": self._details | self._parent(adapter),
         }
+
+    def _parent(self, adapter: str) -> Json:
+        return {"parent_model": self.context.model.name if adapter else ""}
 
     def _capabilities(self) -> Iterable[str]:
         if self.context.model.card.generates:
@@ -90,7 +93,6 @@ class ModelCards:
     def _details(self) -> Json:
         family, size, quantised = self._described()
         return {
-            "parent_model": "",
             "format": "gguf" if gguf_of(self._path) else "safetensors",
             "family": family,
             "families": [family] if family else [],

@@ -26,7 +26,7 @@ async def plan_chat(context: GatewayContext, body: bytes) -> OllamaTurn | Respon
     fields, most = request.sampling(limits.strict)
     if not request.messages:
         return _loaded(context, request, {"message": {"role": "assistant", "content": ""}})
-    chat = parse_value(ChatRequest, request.conversation() | fields, limits)
+    chat = parse_value(ChatRequest, request.conversation() | fields | {"model": request.model}, limits)
     job, reading = await chat_job(context, chat, most)
     return OllamaTurn(job, reading, request.model or context.model.name, request.is_streamed, is_chat=True)
 
@@ -37,6 +37,7 @@ async def plan_generate(context: GatewayContext, body: bytes) -> OllamaTurn | Re
     request = parse(OllamaGenerateRequest, body, limits)
     context.model.check_name(request.model)
     fields, most = request.sampling(limits.strict)
+    fields["model"] = request.model
     request.refuse()
     if not request.prompt:
         return _loaded(context, request, {"response": ""})

@@ -29,6 +29,7 @@ MODEL = object_of(
     created=COUNT,
     owned_by=TEXT,
     root=TEXT,
+    parent=OR_NULL,
     max_model_len=COUNT,
     capabilities=list_of(TEXT),
     sampling_defaults={"type": "object", "additionalProperties": {"type": "number"}},

@@ -65,7 +65,7 @@ class Answers:
                 "id": plan.shape.id_prefix + generations[0].handle.request_id,
                 "object": plan.shape.object,
                 "created": int(time.time()),
-                "model": self._context.model.name,
+                "model": self._context.model.answered(plan.jobs[0].options),
                 "choices": [plan.shape.choice(index, choice) for index, choice in enumerate(chosen)],
                 "usage": usage(generations, plan.jobs_per_prompt) | plan.shape.usage_details(),
                 "system_fingerprint": self._context.model.fingerprint,
@@ -79,7 +79,7 @@ class Answers:
             "id": plan.shape.id_prefix + generations[0].handle.request_id,
             "object": plan.shape.chunk_object,
             "created": int(time.time()),
-            "model": self._context.model.name,
+            "model": self._context.model.answered(plan.jobs[0].options),
             "system_fingerprint": self._context.model.fingerprint,
             **plan.shape.envelope,
         }

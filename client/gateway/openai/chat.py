@@ -50,7 +50,7 @@ async def chat_job(
     if chat.grammar is not None:
         fields["grammar"] = chat.grammar
     how = chat.rendering
-    options = request.options()
+    options = context.model.with_adapter(request.options(), request.model)
     token_ids = await context.prompts.encode_chat(chat.messages, request.prompt_options(), how)
     params = context.sampling.params(fields, len(token_ids), default_max_tokens=most_tokens)
     reading = chat.reading(setup, token_ids)

@@ -27,7 +27,7 @@ async def completion_plan(context: GatewayContext, request: CompletionRequest, m
     what the context has left if that is less); None: the rest of the context."""
     prompts = read_prompts(request.prompt, context.config.limits.max_prompts)
     fields = context.sampling.fields(_sampling(request))
-    options, reading = request.options(), request.prompt_options()
+    options, reading = context.model.with_adapter(request.options(), request.model), request.prompt_options()
     text = replace(request.text_options(), only_prompt=_only_prompt(request))
     jobs: list[Job] = []
     echoes: list[str] = []

@@ -25,11 +25,14 @@ HARMLESS = frozenset(
     )
 )
 """Fields that change nothing here: who asks, how it is billed or kept, how it might be faster."""
+_ADAPTER = "give the adapter's name as the model"
 NEVER: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "only text is spoken here"),
     "function_call": (("none",), "it is obsolete: use tool_choice"),
     "functions": (([],), "it is obsolete: use tools"),
     "length_penalty": ((1,), "there is no beam search; best_of takes the likeliest of several outputs"),
+    "lora": (([],), _ADAPTER),
+    "lora_path": ((), _ADAPTER),
     "modalities": ((["text"],), "only text is spoken here"),
     "suffix": (("",), "write the prompt with the model's own fill-in-the-middle tokens instead"),
     "thinking_token_budget": ((), "bound thinking and answer together with max_tokens"),

@@ -36,7 +36,7 @@ def described_fields(model: type[BaseModel], served: ServedModel, limits: Limits
     tokens: Json = {"type": "integer", "minimum": 1, "maximum": room}
     fields: dict[str, Json] = {name: rule.schema for name, (_, rule) in SAMPLING_FIELDS.items() if rule.schema}
     fields |= {
-        "model": {"enum": list(served.names)},
+        "model": {"enum": list(served.all_names)},
         "max_tokens": tokens,
         "max_completion_tokens": tokens,
         "max_output_tokens": tokens,

@@ -93,7 +93,7 @@ class Responder:
         except InvalidRequest as error:
             raise renamed(error, _NAMES, _PARTS) from error
         texts = TokenTexts(self._context.tokenizer, bool(chat.return_tokens_as_token_ids))
-        return ResponseTurn(request, job, reading, texts, self._context.model.name, items, before)
+        return ResponseTurn(request, job, reading, texts, self._context.model.answered(job.options), items, before)
 
     async def _whole(self, turn: ResponseTurn, origin: Origin) -> Json:
         async with self._context.admission.running([turn.job], origin) as (generation,):

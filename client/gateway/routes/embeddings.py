@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -22,12 +23,12 @@ from allspan.client.gateway.embeddings.schemas import (
     RerankRequest,
     ScoreRequest,
 )
-from allspan.client.gateway.embeddings.score import score
+from allspan.client.gateway.embeddings.score import Scored, score
 from allspan.client.gateway.http.body import read_json_body
 from allspan.client.gateway.http.endpoint import Endpoint
 from allspan.client.gateway.http.sse import while_connected
 from allspan.client.gateway.openai.answer_schemas import COUNT, TEXT, list_of, object_of
-from allspan.client.gateway.openai.schemas import parse
+from allspan.client.gateway.openai.schemas import RequestBody, parse
 from allspan.client.gateway.telemetry.request_context import Origin, origin_of
 from allspan.protos.embeddings.vectors import ranked, to_base64
 
@@ -80,7 +81,8 @@ class _Answers:
             {"object": "embedding", "index": i, "embedding": to_base64(vector) if is_text else vector.tolist()}
             for i, vector in enumerate(made.vectors)
         ]
-        return {"object": "list", "data": data, "model": self._context.model.name, "usage": _usage(made.num_tokens)}
+        name = self._name(asked)
+        return {"object": "list", "data": data, "model": name, "usage": _usage(made.num_tokens)}
 
     async def ollama(self, body: bytes, origin: Origin) -> Json:
         began = time.perf_counter_ns()
@@ -106,23 +108,21 @@ class _Answers:
 
     async def scores(self, body: bytes, origin: Origin) -> Json:
         asked = parse(ScoreRequest, body, self._limits)
-        self._context.model.check_name(asked.model)
-        made = await score(self._context, asked.pairs(self._limits), asked.instruction, asked.options(), origin)
+        made = await self._score(asked, asked.pairs(self._limits), origin)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(made.scores)]
         return {
             "id": f"score-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
-            "model": self._context.model.name,
+            "model": self._name(asked),
             "data": data,
             "usage": _usage(made.num_tokens),
         }
 
     async def rerank(self, body: bytes, origin: Origin) -> Json:
         asked = parse(RerankRequest, body, self._limits)
-        self._context.model.check_name(asked.model)
         pairs = asked.pairs(self._limits)
-        made = await score(self._context, pairs, asked.instruction, asked.options(), origin)
+        made = await self._score(asked, pairs, origin)
         results: list[Json] = []
         for place, value in ranked(made.scores, asked.top_n):
             results.append({"index": place, "relevance_score": value})
@@ -130,14 +130,25 @@ class _Answers:
                 results[-1]["document"] = {"text": pairs[place][1]}
         return {
             "id": f"rerank-{uuid.uuid4().hex}",
-            "model": self._context.model.name,
+            "model": self._name(asked),
             "results": results,
             "usage": _usage(made.num_tokens),
         }
 
     async def _embed(self, model: str, call: EmbedCall, origin: Origin) -> Embedded:
-        self._context.model.check_name(model)
+        call = replace(call, options=self._context.model.with_adapter(call.options, model))
         return await embed(self._context, call, origin)
+
+    async def _score(
+        self, asked: ScoreRequest | RerankRequest, pairs: Sequence[tuple[str, str]], origin: Origin
+    ) -> Scored:
+        options = self._context.model.with_adapter(asked.options(), asked.model)
+        return await score(self._context, pairs, asked.instruction, options, origin)
+
+    def _name(self, asked: RequestBody) -> str:
+        """The name that the answer has."""
+        model = self._context.model
+        return model.adapter(asked.model) or model.name
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:

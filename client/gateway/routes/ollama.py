@@ -54,8 +54,9 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
     async def show(request: Request) -> Response:
         limits = context.config.limits
         asked = parse(ShowRequest, await read_json_body(request, limits, any_type=True), limits)
-        context.model.check_name(asked.model or asked.name or "")
-        return JSONResponse(await asyncio.to_thread(cards.shown))
+        name = asked.model or asked.name or ""
+        context.model.check_name(name)
+        return JSONResponse(await asyncio.to_thread(cards.shown, name))
 
     async def version() -> Response:
         return JSONResponse({"version": VERSION})

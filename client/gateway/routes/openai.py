@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,32 +16,20 @@ from allspan.client.gateway.openai.chat_request import ChatRequest
 from allspan.client.gateway.openai.completions import plan_completion
 from allspan.client.gateway.openai.schemas import CompletionRequest
 from allspan.client.gateway.openai.shapes import Json
+from allspan.client.gateway.served_model import ServedModel
 
 
 def endpoints(context: GatewayContext) -> list[Endpoint]:
     """Returns the completion endpoints of OpenAI's API."""
     answers = Answers(context)
 
-    def card(name: str) -> Json:
-        model = context.model
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "allspan",
-            "root": model.root,
-            "parent": None,
-            "max_model_len": model.max_model_len,
-            "capabilities": list(model.capabilities),
-            "sampling_defaults": model.defaults.described(),
-            "sampling_defaults_source": model.defaults.source,
-        }
-
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card(name) for name in context.model.names]})
+        return JSONResponse(
+            {"object": "list", "data": [_card(context.model, name) for name in context.model.all_names]}
+        )
 
     async def one_model(name: str) -> Response:
-        return JSONResponse(card(context.model.find_name(name)))
+        return JSONResponse(_card(context.model, context.model.find_name(name)))
 
     async def completions(request: Request) -> Response:
         return await answers.answer(request, plan_completion)
@@ -48,8 +38,14 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
         return await answers.answer(request, plan_chat)
 
     return [
-        Endpoint("GET", "/v1/models", models, "Lists the model that is served.", answer=MODELS),
-        Endpoint("GET", "/v1/models/{name:path}", one_model, "Describes the model that is served.", answer=MODEL),
+        Endpoint("GET", "/v1/models", models, "Lists the model that is served, and its adapters.", answer=MODELS),
+        Endpoint(
+            "GET",
+            "/v1/models/{name:path}",
+            one_model,
+            "Describes the model that is served, or an adapter.",
+            answer=MODEL,
+        ),
         Endpoint(
             "POST",
             "/v1/completions",
@@ -71,3 +67,20 @@ def endpoints(context: GatewayContext) -> list[Endpoint]:
             media_types=EVENTS,
         ),
     ]
+
+
+def _card(model: ServedModel, name: str) -> Json:
+    """One of the model's names, or one of its adapters, as OpenAI and vLLM describe models."""
+    adapter = next((each for each in model.adapters if each.name == name), None)
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "allspan",
+        "root": model.root if adapter is None else PurePath(adapter.path).name,
+        "parent": None if adapter is None else adapter.base_model_name or model.name,
+        "max_model_len": model.max_model_len,
+        "capabilities": list(model.capabilities),
+        "sampling_defaults": model.defaults.described(),
+        "sampling_defaults_source": model.defaults.source,
+    }

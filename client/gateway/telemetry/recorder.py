@@ -15,7 +15,7 @@ from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.client.gateway.telemetry.request_histograms import RequestHistograms
 from allspan.client.gateway.telemetry.traces import EndedRequest, Traces
 from allspan.protos.api.errors import ERRORS, AllspanError, RequestCancelled
-from allspan.protos.api.results import RequestTimings
+from allspan.protos.api.results import RequestHandle, RequestTimings
 from allspan.protos.cluster.logs import REQUESTS
 
 FINISHED = ("stop", "length")
@@ -50,9 +50,9 @@ class Telemetry:
         self.grpc_calls: Counter[tuple[str, str]] = Counter()
         """gRPC calls by method and status."""
 
-    def record(self, origin: Origin, request_id: str, num_prompt_tokens: int) -> RequestRecord:
+    def record(self, origin: Origin, handle: RequestHandle, num_prompt_tokens: int) -> RequestRecord:
         """Returns the record of an admitted request."""
-        return RequestRecord(self, origin, request_id, num_prompt_tokens)
+        return RequestRecord(self, origin, handle, num_prompt_tokens)
 
     def refused(self, origin: Origin, error: AllspanError, status: int | str) -> None:
         """Counts a refused call. If its requests were admitted, each of them records its own end. If its requests were
@@ -79,12 +79,12 @@ class Telemetry:
 class RequestRecord:
     """One request's times, from its call's arrival on: `output` for each output its reader gets, then `end`, once."""
 
-    __slots__ = ("_origin", "_gaps", "_last", "_num_prompt_tokens", "_request_id", "_telemetry", "_ttft_s")
+    __slots__ = ("_gaps", "_handle", "_last", "_num_prompt_tokens", "_origin", "_telemetry", "_ttft_s")
 
-    def __init__(self, telemetry: Telemetry, origin: Origin, request_id: str, num_prompt_tokens: int) -> None:
+    def __init__(self, telemetry: Telemetry, origin: Origin, handle: RequestHandle, num_prompt_tokens: int) -> None:
         self._telemetry = telemetry
         self._origin = origin
-        self._request_id = request_id
+        self._handle = handle
         self._num_prompt_tokens = num_prompt_tokens
         self._last = 0.0
         self._ttft_s: float | None = None
@@ -130,8 +130,8 @@ class RequestRecord:
             telemetry.traces.request(
                 EndedRequest(
                     origin,
-                    telemetry.hide(self._request_id),
-                    telemetry.model,
+                    telemetry.hide(self._handle.request_id),
+                    self._handle.model,
                     self._num_prompt_tokens,
                     num_output_tokens,
                     self._ttft_s,
@@ -153,7 +153,7 @@ class RequestRecord:
             "model %s%s, reason %s%s",
             "failed" if error else "finished",
             origin.label,
-            self._request_id,
+            self._handle.request_id,
             self._num_prompt_tokens,
             cached,
             num_output,
@@ -161,15 +161,15 @@ class RequestRecord:
             _seconds(self._ttft_s),
             "none" if median is None else f"{1000 * median:.1f} ms",
             total_s,
-            self._telemetry.model,
+            self._handle.model,
             _told(origin),
             reason,
             f": {error}" if error else "",
             extra={
                 "fields": _fields(origin)
                 | {
-                    "id": self._request_id,
-                    "model": self._telemetry.model,
+                    "id": self._handle.request_id,
+                    "model": self._handle.model,
                     "prompt_tokens": self._num_prompt_tokens,
                     "cached_tokens": cached,
                     "output_tokens": num_output,

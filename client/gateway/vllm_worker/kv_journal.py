@@ -107,6 +107,8 @@ class KvJournal:
         gone += self._given_up((key, media.pop(key)) for key in told.removed if key in media)
         new = []
         for page in told.stored:
+            if page.lora_id:
+                continue  # the contract cannot tell it from a page of the model itself
             before = media.get(page.key)
             if before == page.medium:
                 continue

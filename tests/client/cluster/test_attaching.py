@@ -70,6 +70,7 @@ def test_it_attaches_by_directory_by_file_and_by_addresses(cluster: FakeCluster)
         with ClientEngine(attach=attach) as engine:
             assert engine.generate([1], SamplingParams(max_tokens=1))[0].token_ids == (2,)
             assert (engine.model, engine.max_model_len, len(engine.cluster.ranks)) == ("fake", 256, 2)
+            assert engine.cluster.adapters == cluster.adapters
 
 
 def test_wrong_places_to_attach_to_are_refused_at_once(cluster: FakeCluster, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from allspan import ClientEngine
 from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.client.cluster.state import ReplicaState
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError, DeadlineExceeded, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
@@ -147,6 +148,12 @@ async def test_neither_salts_nor_requests_without_a_cache_share_beginnings(two: 
     least = loads.index(min(loads))
     await two.start(LONG, options=RequestOptions(prefix_cache=False))
     assert two.counts[least] == counts[least] + 1
+
+
+async def test_an_adapter_shares_no_beginnings_with_the_model_or_another(two: Replicas) -> None:
+    first = await two.place(LONG)
+    assert await two.place(LONG, options=RequestOptions(adapter="a")) == 1 - first
+    assert await two.place([*LONG, 1], options=RequestOptions(adapter="a")) == 1 - first
 
 
 async def test_a_hit_does_not_outweigh_a_far_greater_load(two: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +326,14 @@ async def test_replicas_of_different_models_are_refused() -> None:
     made = Replicas()
     made.sources[1].info = made.ranks[1].info(vocab_size=999)
     with pytest.raises(ConfigError, match="replica 1 has vocab_size 999, replica 0 1000"):
+        await made.session.attach(5)
+    await made.session.close()
+
+
+async def test_replicas_of_different_adapters_are_refused() -> None:
+    made = Replicas()
+    made.sources[1].info = made.ranks[1].info(adapters=(AdapterModule("sql", "/a"),))
+    with pytest.raises(ConfigError, match=r"replica 1 has adapter_names \('sql',\), replica 0 \(\)"):
         await made.session.attach(5)
     await made.session.close()
 

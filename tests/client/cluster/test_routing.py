@@ -103,6 +103,16 @@ def test_keys_are_those_that_the_prefix_cache_makes() -> None:
     assert len(list(shape.keys([1] * 40, 5, "", 7))) == 7
 
 
+def test_an_adapters_keys_are_those_of_its_slot_and_of_nothing_else() -> None:
+    known = ReplicaKnowledge(0, ReplicaTable(1))
+    known.hear(events(0, []), "tiny", ("sql", "b"))
+    found = {name: next(known.shape.keys([1, 2, 3], 3, "", 9, name)) for name in ("", "sql", "b", "unknown")}
+    by_slot = [short_key(page_keys(root_key("tiny", 1, slot, "", 0, ""), [1, 2], 2)[0]) for slot in (-1, 0, 1)]
+    assert [found[name] for name in ("", "sql", "b")] == by_slot
+    assert len(set(found.values())) == 4
+    assert next(UNTOLD.keys([1] * 32, 32, "", 9, "sql")) != next(UNTOLD.keys([1] * 32, 32, "", 9))
+
+
 def test_load_is_what_was_told_and_what_was_sent_since() -> None:
     table = ReplicaTable(1)
     known = ReplicaKnowledge(0, table)

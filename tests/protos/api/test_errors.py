@@ -19,7 +19,8 @@ from allspan.protos.api.errors import (
 
 def classes() -> list[type[AllspanError]]:
     """The tree's own; the gateway has one more, for HTTP alone."""
-    return [cls for cls in AllspanError.__subclasses__() if cls.__module__ == errors.__name__]
+    found = [*AllspanError.__subclasses__(), *errors.ModelNotFound.__subclasses__()]
+    return [cls for cls in found if cls.__module__ == errors.__name__]
 
 
 def test_every_class_has_exactly_one_row() -> None:
@@ -66,6 +67,7 @@ def test_every_error_has_the_number_that_dashinfers_users_know() -> None:
     assert {row.cls.__name__: int(row.cls("why").status) for row in ERRORS.values()} == {
         "InvalidRequest": 2,
         "ModelNotFound": 2,
+        "AdapterNotFound": 23,
         "CheckpointError": 3,
         "ConfigError": 2,
         "QueueFull": 7,

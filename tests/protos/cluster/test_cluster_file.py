@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.cluster_file import (
     CLUSTER_FILE,
@@ -33,6 +34,7 @@ INFO = ClusterInfo(
     eos_token_ids=(2, 0),
     supervisor_pid=77,
     ranks=(RankInfo(0, 10, "a", "unix:/r/r0"), RankInfo(1, 11, "a", "unix:/r/r1")),
+    adapters=(AdapterModule("sql", "/a"), AdapterModule("b", "/c", "base")),
 )
 
 

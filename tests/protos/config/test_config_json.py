@@ -8,6 +8,7 @@ import pytest
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.config_json import from_json, settled, to_json
 from allspan.protos.config.settings import (
+    AdapterConfig,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -22,6 +23,7 @@ FULL = WorkerConfig(
     CacheConfig(16, "float32", 2**30),
     SchedulerConfig(8, 64, 16),
     ParallelConfig(2, (0, 5), "mpi", timeout_s=7.5, oversubscribed=True),
+    AdapterConfig(("sql=/a", "b=/c"), 64),
 )
 LEAST: dict[str, Any] = {"model": {"path": "/m", "name": "m"}, "service": {"run_dir": "/r"}}
 

@@ -24,12 +24,12 @@ class Cache:
         self.cache = PrefixCache(num_pages, num_host_pages)
         self.log = self.cache.log = PageLog(SIZE)
 
-    def run(self, tokens: list[int]) -> None:
+    def run(self, tokens: list[int], adapter: int = -1) -> None:
         keys = page_keys(ROOT, tokens, SIZE)
         match = self.cache.match(keys)
         pages = self.cache.take(match, len(keys))
         first = match.num_pages
-        self.log.describe(keys, first, tokens[first * SIZE :])
+        self.log.describe(keys, first, tokens[first * SIZE :], adapter)
         for key, page in zip(keys[first:], pages[first:], strict=True):
             self.cache.insert(key, page)
         self.log.described()
@@ -148,6 +148,19 @@ def test_a_page_comes_with_its_tokens_and_the_page_before_it() -> None:
     follower.read()
     told = [(page.key, page.parent, list(page.token_ids), page.medium) for page in follower.pages.values()]
     assert told == [(first, 0, [1, 2], "GPU"), (second, first, [3, 4], "GPU")]
+
+
+def test_a_page_comes_with_the_number_of_its_adapter_whatever_tier_it_is_in() -> None:
+    cache = Cache(2, 2)
+    cache.run([1] * 4, adapter=0)
+    follower = Follower(cache.log)
+    follower.read()
+    assert [(page.medium, page.lora_id) for page in follower.pages.values()] == [("GPU", 1)] * 2
+    cache.run([2] * 4)
+    follower.read()
+    assert (
+        sorted((page.medium, page.lora_id) for page in follower.pages.values()) == [("CPU", 1)] * 2 + [("GPU", 0)] * 2
+    )
 
 
 def test_a_page_is_taken_back_before_its_place_holds_another() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from allspan.protos.api.engine import EngineProtocol
 from allspan.protos.api.errors import (
+    AdapterNotFound,
     AlreadyExists,
     ConfigError,
     DeadlineExceeded,
@@ -23,6 +24,7 @@ from allspan.protos.api.errors import (
     QueueFull,
     Unavailable,
 )
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestState
 from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.engine.engine import Engine
@@ -307,6 +309,14 @@ def test_an_engine_nobody_holds_ends_its_thread(tiny, on):
     )
 
 
+def test_an_adapter_that_is_not_loaded_is_not_found_and_leaves_nothing_behind(engine):
+    with pytest.raises(AdapterNotFound, match="adapter is 'sql', which is not served here; no adapters are served"):
+        engine.start_request([1, 2], GREEDY, options=RequestOptions(adapter="sql"))
+    with pytest.raises(AdapterNotFound):
+        engine.generate([1, 2], GREEDY, RequestOptions(adapter="sql"))
+    engine.sync_request(timeout=10)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
@@ -315,6 +325,9 @@ def test_an_engine_nobody_holds_ends_its_thread(tiny, on):
         ({"kernels": "abacus"}, ConfigError, "kernels is 'abacus'"),
         ({"max_num_seqs": 100, "max_num_batched_tokens": 50}, ConfigError, "max_num_batched_tokens is 50"),
         ({"wings": 2}, ConfigError, "unknown setting 'wings'"),
+        ({"lora_modules": ["a"]}, ConfigError, "must be NAME=PATH"),
+        ({"lora_modules": "a=/x"}, ConfigError, "must be a list of texts"),
+        ({"max_lora_rank": 1000}, ConfigError, "from 1 to 256"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny, on, settings, error, words):

@@ -148,7 +148,13 @@ async def test_a_client_may_come_back_after_its_stream_ended(leader: Rank, clien
         ({"sampling": b"[" * 100_000}, "INVALID_ARGUMENT", "sampling", "not a JSON object"),
         ({"sampling": b'{"beams":4}'}, "INVALID_ARGUMENT", "sampling", "fields of SamplingParams"),
         ({"sampling": b'{"grammar":["regex"]}'}, "INVALID_ARGUMENT", "grammar", "its kind and its text"),
-        ({"adapter": "lora"}, "INVALID_ARGUMENT", "adapter", "'lora'"),
+        (
+            {"adapter": "lora"},
+            "NOT_FOUND",
+            None,
+            "adapter is 'lora', which is not served here; the adapters are 'sql', 'b'",
+        ),
+        ({"adapter": "a" * 129}, "INVALID_ARGUMENT", "adapter", "129 characters"),
     ],
 )
 async def test_a_bad_request_is_refused_by_name(
@@ -161,6 +167,15 @@ async def test_a_bad_request_is_refused_by_name(
     assert trailing.get("allspan-field") == field
     assert not leader.core.submitted
     await client.stub.StartRequest(start_message())
+
+
+async def test_an_adapters_name_becomes_its_slot(leader: Rank, client: Client) -> None:
+    await client.subscribe()
+    for name, request_id in (("b", ID), ("", OTHER_ID)):
+        await client.stub.StartRequest(start_message(adapter=name, request_id=request_id))
+    assert [(each.adapter, each.options.adapter) for each in leader.core.submitted] == [(1, "b"), (-1, "")]
+    told = (await client.stub.Status(pb.StatusRequest())).adapters
+    assert [(each.name, each.path, each.base_model_name) for each in told] == [("sql", "/a", ""), ("b", "/c", "tiny")]
 
 
 async def test_a_message_that_is_no_protobuf_harms_nobody(leader: Rank, client: Client) -> None:

@@ -102,6 +102,13 @@ async def test_a_subscriber_of_vllm_reads_the_events_and_asks_for_those_that_it_
     assert {batch.data_parallel_rank for batch in batches} == {0}
 
 
+def test_a_page_of_an_adapter_is_told_with_its_number() -> None:
+    stored = [page(7), page(9)]
+    stored[1].lora_id = 2
+    _, plain, adapted = KvEvents().of(pb.PageEvents(cleared=True, page_tokens=2, stored=stored))
+    assert (plain[5], adapted[5]) == (None, 2)
+
+
 def test_maps_have_a_type_and_the_names_of_the_fields() -> None:
     events = KvEvents("maps")
     cleared, stored, _ = events.of(TOLD[0])

@@ -17,6 +17,7 @@ from allspan.client.gateway.telemetry.histogram import Histogram
 from allspan.client.gateway.telemetry.recorder import KEPT_GAPS, Telemetry
 from allspan.client.gateway.telemetry.request_context import Origin
 from allspan.protos.api.errors import ERRORS, QueueFull
+from allspan.protos.api.results import RequestHandle
 from support.gateway import Gateway, eventually, fake_engine, gateway
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "metrics.md"
@@ -134,7 +135,7 @@ async def test_a_scrape_answers_soon_while_the_cluster_is_down_or_silent() -> No
 
 def test_a_request_s_record_stays_small_however_many_tokens_it_has() -> None:
     telemetry = Telemetry("tiny")
-    record = telemetry.record(Origin("test"), "1", 10)
+    record = telemetry.record(Origin("test"), RequestHandle("1", "tiny"), 10)
     for _ in range(KEPT_GAPS + 100):
         record.output(1)
     record.output(0)

@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {"priority": -3, "timeout_s": 7.5, "prefix_cache": Fal
 
 def test_nothing_is_left_out_here() -> None:
     assert SAMPLING.keys() | {"grammar"} == {field.name for field in fields(SamplingParams)}
-    assert OPTIONS.keys() | {"pooling"} == {field.name for field in fields(RequestOptions)}
+    assert OPTIONS.keys() | {"pooling", "adapter"} == {field.name for field in fields(RequestOptions)}
 
 
 async def test_every_field_is_reachable_over_http() -> None:

@@ -17,13 +17,17 @@ from support.worker_client import WorkerClient
 HIGH = 2**64 - 1
 
 
+ADAPTED = worker_pb2.PageStored(key=11, token_ids=[1, 2], medium="GPU", lora_id=1)
+"""A page of an adapter: it is left out, since the contract cannot tell it from one of the model."""
+
+
 def page(key: int, parent: int = 0, medium: str = "GPU") -> worker_pb2.PageStored:
     return worker_pb2.PageStored(key=key, parent=parent, token_ids=[key % 100, 2], medium=medium)
 
 
 TOLD = (
-    worker_pb2.PageEvents(cleared=True, page_tokens=2, stored=[page(HIGH), page(7, HIGH), page(9)]),
-    worker_pb2.PageEvents(sequence=1, page_tokens=2, removed=[7, 1234], stored=[page(9, medium="CPU")]),
+    worker_pb2.PageEvents(cleared=True, page_tokens=2, stored=[page(HIGH), page(7, HIGH), page(9), ADAPTED]),
+    worker_pb2.PageEvents(sequence=1, page_tokens=2, removed=[7, 1234, 11], stored=[page(9, medium="CPU")]),
 )
 
 

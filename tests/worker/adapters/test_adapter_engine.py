@@ -1,0 +1,93 @@
+"""Requests with adapters in one process: each one's tokens are those of merged weights, whatever runs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allspan import Engine, SamplingParams
+from allspan.protos.api.errors import AdapterNotFound, ConfigError
+from allspan.protos.api.options import RequestOptions
+from support.peft_adapters import merged, save_adapter
+from support.tiny_models import prompt, save_tiny
+
+NAMES = ("", "one", "two")
+PROMPT = prompt(40, 97)
+SHORT = [prompt(14, 97, seed) for seed in range(3)]
+COUNT = 24
+GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=3)
+
+
+class Adapted:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = save_tiny(folder / "base", "qwen2")
+        one = save_adapter(folder / "one", model, 8, r=8, seed=1)
+        two = save_adapter(folder / "two", model, 16, ("q_proj", "v_proj", "gate_proj"), r=16, seed=2)
+        self.models = {"": model, "one": merged(model, one), "two": merged(model, two)}
+
+    def engine(self, **settings: Any) -> Engine:
+        modules = (f"one={self.folder / 'one'}", f"two={self.folder / 'two'}")
+        return Engine(self.folder / "base", lora_modules=modules, max_model_len=64, threads=1, page_size=16, **settings)
+
+    def tokens(self, name: str, ids: list[int]) -> tuple[int, ...]:
+        """Those of transformers."""
+        prompts = torch.tensor([ids])
+        made = self.models[name].generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=COUNT,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return tuple(made[0, len(ids) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+def test_adapters_side_by_side_in_chunks_and_preempted_keep_their_tokens_and_bits(adapted: Adapted) -> None:
+    wanted = [(name, ids) for ids in SHORT for name in NAMES]
+    with adapted.engine() as engine:
+        alone = [engine.generate([ids], GREEDY, RequestOptions(adapter=name))[0] for name, ids in wanted]
+    for (name, ids), done in zip(wanted, alone, strict=True):
+        assert done.token_ids == adapted.tokens(name, ids), name
+    page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # of a tiny model: too few pages for nine requests
+    with adapted.engine(max_num_batched_tokens=7, kv_cache_bytes=6 * page_bytes) as engine:
+        handles = [engine.start_request(ids, GREEDY, options=RequestOptions(adapter=name)) for name, ids in wanted]
+        for (handle, queue), expected in zip(handles, alone, strict=True):
+            outputs = list(queue)
+            assert tuple(token for output in outputs for token in output.token_ids) == expected.token_ids
+            found = [entry.logprob for output in outputs for entry in output.logprobs]
+            assert found == [entry.logprob for entry in expected.logprobs]
+            engine.release_request(handle)
+        assert engine.statistics().preemptions > 0
+
+
+def test_one_prompt_under_two_adapters_and_without_shares_no_page(adapted: Adapted) -> None:
+    with adapted.engine() as engine:
+        for _ in range(2):
+            for name in NAMES:
+                (done,) = engine.generate([PROMPT], GREEDY, RequestOptions(adapter=name))
+                assert done.token_ids == adapted.tokens(name, PROMPT)
+            hits = engine.statistics().prefix_hit_tokens
+    assert hits == len(NAMES) * 32  # of the second round alone: two full pages before the last token
+
+
+def test_an_adapter_that_is_not_there_is_refused_and_harms_no_other(adapted: Adapted) -> None:
+    with adapted.engine() as engine:
+        with pytest.raises(AdapterNotFound, match="'three'"):
+            engine.generate([PROMPT], GREEDY, RequestOptions(adapter="three"))
+        (done,) = engine.generate([PROMPT], GREEDY, RequestOptions(adapter="one"))
+    assert done.token_ids == adapted.tokens("one", PROMPT)
+
+
+def test_an_adapter_that_cannot_be_loaded_is_named_when_the_engine_starts(adapted: Adapted) -> None:
+    with pytest.raises(ConfigError, match=r"the adapter 'two' cannot be loaded: .*has rank 16, max_lora_rank is 8"):
+        adapted.engine(max_lora_rank=8)
