@@ -317,7 +317,7 @@ def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], st
 
 def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: str) -> None:
     limits = loaded.core.limits
-    tokens = min(limits.context_tokens([group.num_pages for group in limits.groups()]))
+    tokens = min(limits.context_tokens([group.num_pages for group in limits.groups()])) * limits.attention_ranks
     logger.info(
         "allspan %s, rank %d of %d on %s: kernels %s, threads %d, collectives %s, weights %.1f MiB in %.1f s; "
         "KV cache size: %s tokens, maximum concurrency for %s tokens per request: %.2fx",
