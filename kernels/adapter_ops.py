@@ -8,14 +8,25 @@ a program or a CUDA graph holds for all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol
 
 from torch import Tensor
 
-from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.fused_ops import T
 
 if TYPE_CHECKING:
     from allspan.kernels.ops import Routing
+
+
+class AdapterWeights(NamedTuple, Generic[T]):
+    """The second matrices of all adapters of one layer."""
+
+    panels: T
+    """[places, panels, R, 64], float32 or of 16 bits: see `allspan.kernels.adapter_layout`."""
+    ranks: T
+    """int32 [places, parts]: the rank of each adapter in each part of the layer, at most R."""
+    ends: T
+    """int32 [parts]: where the columns of each part end."""
 
 
 class AdapterOps(Protocol):
@@ -26,9 +37,8 @@ class AdapterOps(Protocol):
         the routing, as -1, has none. rows int32 [m]: the tokens that the rows of the routing are, None: all of them in
         order. The routing has one choice a row, whose weight is 1."""
 
-    def add_adapters(self, x: Tensor, weight: Tensor, spec: PackedSpec, routing: Routing[Tensor], out: Tensor) -> None:
-        """out[row] += x[row] · weight[place]ᵀ, part by part, in rows that have a place; others stay bit for bit.
+    def add_adapters(self, x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor], out: Tensor) -> None:
+        """out[row] += x[row] · bᵀ, part by part, in rows that have a place; others stay bit for bit.
 
-        x [n, parts · r], of which part p of the product takes columns p · r to (p + 1) · r, with r = spec.inputs;
-        weight uint8 [places, *spec.shape], not interleaved; out [n, N]. Sums are float32, and added once they are
-        complete."""
+        x [n, parts · R], of which part p of the product takes columns p · R and on, as many as its rank; out [n, N].
+        Sums are float32, and added once they are complete."""

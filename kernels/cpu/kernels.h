@@ -89,6 +89,22 @@ constexpr int64_t kBlockTokens = 64;   // of KV: the softmax is folded in once a
 constexpr int64_t kSplitTokens = 256;  // of KV: sums begin afresh; a multiple of kBlockTokens
 constexpr int64_t kStateLanes = 16;
 
+constexpr int64_t kAdapterColumns = 64;  // of a panel of an adapter's second matrix
+
+// Some rows, all of one adapter, and one panel.
+struct AdapterTile {
+  const float* x;  // [.., x_stride]
+  int64_t x_stride;
+  const void* panel;  // [R, kAdapterColumns], of `type`
+  Type type;          // kFloat32 or kBfloat16
+  int64_t rank;       // of R
+  float* out;         // [.., out_stride]
+  int64_t out_stride;
+  int64_t columns;      // of the panel
+  const int32_t* rows;  // of x and out
+  int64_t count;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end);
@@ -114,6 +130,8 @@ struct Kernels {
   void (*gated_mul)(const float* gate_up, Epilogue activation, float* out, int64_t rows, int64_t width);
   void (*soft_cap)(float* x, float cap, int64_t count);
   void (*finish)(const TileArgs& tile);
+  // out[row] += x[row] · panel, the sum over the rank in its order.
+  void (*add_adapter)(const AdapterTile& tile);
 };
 
 // What attention keeps of a (query, head) row: sums of its values, and per lane two sums of weights; the highest score.

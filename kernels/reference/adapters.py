@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
+from allspan.kernels.adapter_layout import rows_of
+from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.ops import Routing
-from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.experts import slots_by_place, sort_slots
-from allspan.kernels.reference.packed_linear import unpack
 
 
 def route_adapters(adapters: Tensor, rows: Tensor | None, routing: Routing[Tensor]) -> None:
@@ -21,10 +23,14 @@ def route_adapters(adapters: Tensor, rows: Tensor | None, routing: Routing[Tenso
     sort_slots(torch.where(is_there, chosen, num_places), routing)
 
 
-def add_adapters(x: Tensor, weight: Tensor, spec: PackedSpec, routing: Routing[Tensor], out: Tensor) -> None:
+def add_adapters(x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor], out: Tensor) -> None:
     """See `AdapterOps.add_adapters`."""
+    ends, width = weights.ends.tolist(), weights.panels.shape[2]
+    parts = [end - begin for begin, end in itertools.pairwise([0, *ends])]
     for place, rows in slots_by_place(routing):
-        parts = torch.split(unpack(weight[place], spec), list(spec.parts))
-        own = x[rows].double().view(len(rows), len(parts), spec.inputs)
-        found = [own[:, p] @ part.double().T for p, part in enumerate(parts)]
-        out[rows] = (out[rows].float() + torch.cat(found, 1).float()).to(out.dtype)
+        for part, end in enumerate(ends):
+            rank = int(weights.ranks[place, part])
+            own = x[rows, part * width : part * width + rank].double()
+            found = own @ rows_of(weights.panels[place], parts, part)[:, :rank].double().T
+            columns = slice(end - parts[part], end)
+            out[rows, columns] = (out[rows, columns].float() + found.float()).to(out.dtype)

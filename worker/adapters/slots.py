@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from allspan.kernels.adapter_layout import COLUMNS, panels_of, put_rows
+from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.packer import Target
@@ -32,22 +34,27 @@ class _Layer:
     """A linear layer that adapters may change, as this rank holds it."""
 
     piece: Linear
+    parts: tuple[int, ...]
+    """The outputs of each part."""
     a: PackedSpec
     """One part, of `rank` features for each part of the layer."""
-    b: PackedSpec
-    """The layer's parts."""
+    b: HeldTensor
+    """The panels of one adapter's second matrix."""
 
     def tensors(self, slots: int) -> dict[str, HeldTensor]:
-        specs = {"a": self.a, "b": self.b}
-        return {
-            f"{self.piece.name}.adapter_{side}": HeldTensor((slots, *spec.shape), torch.uint8)
-            for side, spec in specs.items()
+        """The first matrices of all adapters, and what `AdapterWeights` has."""
+        held = {
+            "a": HeldTensor((slots, *self.a.shape), torch.uint8),
+            "b": HeldTensor((slots, *self.b.shape), self.b.dtype),
+            "ranks": HeldTensor((slots, len(self.parts)), torch.int32),
+            "ends": HeldTensor((len(self.parts),), torch.int32),
         }
+        return {f"{self.piece.name}.adapter_{name}": tensor for name, tensor in held.items()}
 
 
 class AdapterSlots:
-    """A LinearDelta (`allspan.worker.quant.base`): `count` slots for adapters of ranks up to `rank`. Lower ranks are
-    filled up with zeros, which change no sum.
+    """A LinearDelta (`allspan.worker.quant.base`): `count` slots for adapters of ranks up to `rank`. First matrices of
+    lower ranks are filled up with zeros.
 
     Ranks hold what goes with their part of the layer: all of a where the layer's outputs are split and their rows of
     b, or their columns of a and all of b where its inputs are. So the sums over ranks that layers have anyway are all
@@ -72,6 +79,9 @@ class AdapterSlots:
             for layer in self._layers.values()
             for name, held in layer.tensors(self.num_slots).items()
         }
+        for layer in self._layers.values():
+            ends = torch.tensor(layer.parts, dtype=torch.int32).cumsum(0)
+            self.tensors[f"{layer.piece.name}.adapter_ends"].copy_(ends)
 
     def load(self, slot: int, path: Path) -> None:
         """Reads a folder of PEFT's into a slot. Raises CheckpointError for an adapter of another model, for one that is
@@ -90,10 +100,10 @@ class AdapterSlots:
         held = self._layers[layer]
         routing = program.once(("adapters", program.rows(x)), lambda: self._route(program, program.rows(x)))
         low = program.scratch("adapter", x, held.a.features)
-        a, b = (program.named(name) for name in held.tensors(self.num_slots))
+        a, *weights = (program.named(name) for name in held.tensors(self.num_slots))
         slots = program.view(low, 1, held.a.features)
         program.op("expert_linear", x, a, None, held.a, 0, routing, slots)
-        program.op("add_adapters", low, b, held.b, routing, product)
+        program.op("add_adapters", low, AdapterWeights(*weights), routing, product)
 
     def _route(self, program: ProgramBuilder, rows: Rows) -> Routing[Slot]:
         """Appends the op that sorts a step's rows by their adapters."""
@@ -113,23 +123,25 @@ class AdapterSlots:
         shape, kind = self._holding.shape_of(piece), _FORMATS[self._holding.dtype]
         outputs = len(shape.parts) * self._rank
         a = PackedSpec(kind, kind, (outputs,), len(shape.inputs), memory=shape.memory)
-        return _Layer(piece, a, PackedSpec(kind, kind, shape.parts, self._rank, memory=shape.memory))
+        b = HeldTensor((panels_of(shape.parts), self._rank, COLUMNS), self._holding.dtype)
+        return _Layer(piece, shape.parts, a, b)
 
     def _fill(self, layer: _Layer, slot: int, folder: PeftFolder, found: Mapping[str, LowRank]) -> None:
         holding, piece = self._holding, layer.piece
-        name_a, name_b = layer.tensors(self.num_slots)
+        name_a, name_b, name_ranks, _ = layer.tensors(self.num_slots)
         inputs = holding.shard.part(piece.inputs)
         a = torch.zeros(layer.a.features, len(inputs))
         for number, part in enumerate(piece.parts):
             if (matrices := found.get(self._module(part.name))) is not None:
                 first = number * self._rank
                 a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
+            self.tensors[name_ranks][slot, number] = 0 if matrices is None else matrices.rank
         holding.packer.floats(a.to(holding.dtype), Target(layer.a, 0, 0, self.tensors[name_a][slot]))
         source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
-        for number, outputs in enumerate(layer.b.parts):
+        for number, outputs in enumerate(layer.parts):
             rows = torch.zeros(outputs, self._rank)
             source.floats(number, range(outputs), range(self._rank), rows)
-            holding.packer.floats(rows.to(holding.dtype), Target(layer.b, number, 0, self.tensors[name_b][slot]))
+            put_rows(rows.to(holding.dtype), layer.parts, number, self.tensors[name_b][slot])
 
     def _module(self, part: str) -> str:
         """The name of the module of Hugging Face's model that has a part's weight."""

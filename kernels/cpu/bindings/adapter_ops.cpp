@@ -17,26 +17,36 @@ Task route_adapters_op(Runtime&, OpArguments& args) {
           }};
 }
 
-// x, weight, spec, (places, weights, slots, starts), out.
+// x, (panels, ranks, ends), (places, weights, slots, starts), out.
 Task add_adapters_op(Runtime& runtime, OpArguments& args) {
-  const auto spec = std::make_shared<PackedSpec>(args.spec(2));
-  args.require(!spec->interleaved, "the parts of an adapter are not interleaved");
-  const int64_t parts = static_cast<int64_t>(spec->parts.size());
-  const Tensor x = args.floats(args.at(0), "x", {kAny, parts * spec->inputs});
-  const Tensor weight = args.bytes(args.at(1), "weight", {kAny, spec->panels, spec->panel_bytes});
-  const Tensor out = args.floats(args.at(7), "out", {x.shape[0], spec->features});
-  AdapterArgs add{};
-  add.kernels = &linear_kernels(runtime.isa(), *spec);
-  add.elementwise = &runtime.kernels();
-  add.x = x.floats();
-  add.weight = static_cast<const uint8_t*>(weight.data);
-  add.routing = take_routing(args, 3, x.shape[0], 1, weight.shape[0]);
-  add.out = out.floats();
-  return {x.shape[0], [add, spec](Worker& worker, int64_t) {
-            AdapterArgs own = add;
-            own.spec = spec.get();
-            add_adapters(worker, own);
-          }};
+  const Tensor panels = args.weights(args.at(1), "panels", {kAny, kAny, kAny, kAdapterColumns});
+  const int64_t places = panels.shape[0], rank = panels.shape[2];
+  const Tensor ranks = args.ints(args.at(2), "ranks", {places, kAny});
+  const int64_t parts = ranks.shape[1];
+  const Tensor ends = args.ints(args.at(3), "ends", {parts});
+  const Tensor x = args.floats(args.at(0), "x", {kAny, parts * rank});
+  args.require(parts > 0, "there are no parts");
+  int64_t end = 0, count = 0;
+  for (int64_t part = 0; part < parts; ++part) {
+    args.require(ends.ints()[part] >= end, "ends decreases");
+    count += (ends.ints()[part] - end + kAdapterColumns - 1) / kAdapterColumns;
+    end = ends.ints()[part];
+  }
+  args.require(count == panels.shape[1], "panels are not as many as ends says");
+  args.within(ranks.ints(), places * parts, "ranks", rank + 1);
+  const Tensor out = args.floats(args.at(8), "out", {x.shape[0], end});
+  const AdapterArgs add{&runtime.kernels(),
+                        x.floats(),
+                        static_cast<const char*>(panels.data),
+                        panels.type(),
+                        ranks.ints(),
+                        ends.ints(),
+                        parts,
+                        count,
+                        rank,
+                        take_routing(args, 4, x.shape[0], 1, places),
+                        out.floats()};
+  return {x.shape[0], [add](Worker& worker, int64_t) { add_adapters(worker, add); }};
 }
 
 }  // namespace
@@ -44,7 +54,7 @@ Task add_adapters_op(Runtime& runtime, OpArguments& args) {
 std::vector<OpRow> adapter_ops() {
   return {
       {"route_adapters", 6, route_adapters_op},
-      {"add_adapters", 8, add_adapters_op},
+      {"add_adapters", 9, add_adapters_op},
   };
 }
 

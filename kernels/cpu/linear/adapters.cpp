@@ -1,19 +1,16 @@
 #include "linear/adapters.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 namespace allspan {
 namespace {
 
-constexpr int64_t kMostRows = 128;  // of a tile
-constexpr int64_t kAlone = 2;       // so few rows every thread packs for itself
-constexpr int64_t kBlockRows = 256;
+constexpr int64_t kBlockRows = 256;  // whose x stays in the first-level cache
 
-// Panels of one part of the product.
-struct PartPanels {
-  int64_t part, panel, panels;
+// A panel of one part of the product, and its columns of out.
+struct Panel {
+  int64_t part, first, count;
 };
 
 // Neighbouring rows of one adapter, in the order of routing.slots.
@@ -21,42 +18,22 @@ struct Block {
   int64_t place, begin, end;
 };
 
-struct Work {
-  std::vector<PartPanels> columns;
+std::vector<Panel> panels_of(const AdapterArgs& a) {
+  std::vector<Panel> panels;
+  for (int64_t part = 0; part < a.parts; ++part) {
+    const int64_t end = a.ends[part];
+    for (int64_t first = part ? a.ends[part - 1] : 0; first < end; first += kAdapterColumns)
+      panels.push_back({part, first, std::min(kAdapterColumns, end - first)});
+  }
+  return panels;
+}
+
+std::vector<Block> blocks_of(const Routing& routing) {
   std::vector<Block> blocks;
-
-  void fill(const AdapterArgs& a) {
-    columns.clear();
-    blocks.clear();
-    int64_t panel = 0;
-    for (size_t part = 0; part < a.spec->parts.size(); ++part)
-      for (const int64_t end = panel + (a.spec->parts[part] + kFeatures - 1) / kFeatures; panel < end;) {
-        const int64_t panels = std::min(kTilePanels, end - panel);
-        columns.push_back({static_cast<int64_t>(part), panel, panels});
-        panel += panels;
-      }
-    for (int64_t p = 0; p < a.routing.num_places; ++p)
-      for (int64_t begin = a.routing.starts[p]; begin < a.routing.starts[p + 1]; begin += kBlockRows)
-        blocks.push_back({p, begin, std::min<int64_t>(begin + kBlockRows, a.routing.starts[p + 1])});
-  }
-};
-
-void add_block(const AdapterArgs& a, const char* packed, int64_t row_bytes, const Block& block, const PartPanels& of) {
-  const PackedSpec& spec = *a.spec;
-  const int64_t tile = std::min(a.kernels->rows, kMostRows), count = a.routing.starts[a.routing.num_places];
-  const uint8_t* weight = a.weight + (block.place * spec.panels + of.panel) * spec.panel_bytes;
-  alignas(64) float sums[kMostRows * kTileStride];
-  for (int64_t first = block.begin; first < block.end; first += tile) {
-    const int64_t rows = std::min(tile, block.end - first);
-    // Rows of one part lie together, below each other.
-    const char* x = packed + (of.part * count + first) * row_bytes;
-    a.kernels->product(spec, x, rows, weight, of.panels, sums, first == block.begin);
-    const Columns begin = columns_of(spec, of.panel), end = columns_of(spec, of.panel + of.panels - 1);
-    for (int64_t row = 0; row < rows; ++row)
-      a.elementwise->finish({Epilogue::kAdd, sums + row * kTileStride, kTileStride, nullptr, nullptr,
-                             a.out + a.routing.slots[first + row] * spec.features + begin.first, spec.features, 1,
-                             end.first + end.count - begin.first});
-  }
+  for (int64_t p = 0; p < routing.num_places; ++p)
+    for (int64_t begin = routing.starts[p]; begin < routing.starts[p + 1]; begin += kBlockRows)
+      blocks.push_back({p, begin, std::min<int64_t>(begin + kBlockRows, routing.starts[p + 1])});
+  return blocks;
 }
 
 }  // namespace
@@ -76,34 +53,25 @@ void route_adapters(Worker& worker, const int32_t* adapters, int64_t tokens, con
 }
 
 void add_adapters(Worker& worker, const AdapterArgs& a) {
-  const PackedSpec& spec = *a.spec;
-  const int64_t count = a.routing.starts[a.routing.num_places], parts = static_cast<int64_t>(spec.parts.size());
-  if (count == 0 || spec.panels == 0 || spec.blocks == 0) return;
-  const int64_t row_bytes = a.kernels->row_bytes(spec);
-  const auto pack = [&](char* to, int64_t row) {
-    for (int64_t part = 0; part < parts; ++part)
-      a.kernels->pack_row(spec, a.x + (a.routing.slots[row] * parts + part) * spec.inputs,
-                          to + (part * count + row) * row_bytes);
-  };
-  char* packed;
-  if (count <= kAlone) {
-    packed = static_cast<char*>(worker.scratch(count * parts * row_bytes));
-    for (int64_t row = 0; row < count; ++row) pack(packed, row);
-  } else {
-    packed = static_cast<char*>(worker.shared(count * parts * row_bytes));
-    worker.split(count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) pack(packed, row);
-    });
-  }
-  Work work;
-  worker.guard([&] { work.fill(a); });
-  const int64_t columns = static_cast<int64_t>(work.columns.size());
-  if (a.kernels->begin) a.kernels->begin();
-  worker.stretch(static_cast<int64_t>(work.blocks.size()) * columns, 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin)
-      add_block(a, packed, row_bytes, work.blocks[begin / columns], work.columns[begin % columns]);
+  if (a.routing.starts[a.routing.num_places] == 0 || a.panels == 0) return;
+  std::vector<Panel> panels;
+  std::vector<Block> blocks;
+  worker.guard([&] {
+    panels = panels_of(a);
+    blocks = blocks_of(a.routing);
   });
-  if (a.kernels->end) a.kernels->end();
+  const int64_t bytes = (a.type == Type::kFloat32 ? 4 : 2) * a.rank * kAdapterColumns;
+  const int64_t width = a.ends[a.parts - 1], count = static_cast<int64_t>(panels.size());
+  worker.stretch(static_cast<int64_t>(blocks.size()) * count, 8, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) {
+      const Block& block = blocks[begin / count];
+      const Panel& panel = panels[begin % count];
+      a.kernels->add_adapter({a.x + panel.part * a.rank, a.parts * a.rank,
+                              a.weight + (block.place * a.panels + begin % count) * bytes, a.type,
+                              a.ranks[block.place * a.parts + panel.part], a.out + panel.first, width, panel.count,
+                              a.routing.slots + block.begin, block.end - block.begin});
+    }
+  });
 }
 
 }  // namespace allspan

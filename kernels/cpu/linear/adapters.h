@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels.h"
-#include "linear/packed_spec.h"
 #include "moe/route.h"
 #include "runtime/pool.h"
 
@@ -14,13 +13,15 @@ void route_adapters(Worker& worker, const int32_t* adapters, int64_t tokens, con
                     const Routing& routing, int64_t count);
 
 struct AdapterArgs {
-  const PackedSpec* spec;
-  const LinearKernels* kernels;
-  const Kernels* elementwise;
-  const float* x;         // [rows, parts · inputs]: each part of the product has columns of its own
-  const uint8_t* weight;  // [num_places, panels, panel_bytes]
-  Routing routing;        // of one choice a row
-  float* out;             // [rows, features]
+  const Kernels* kernels;
+  const float* x;      // [rows, parts · rank]: each part of the product has columns of its own
+  const char* weight;  // [num_places, panels, rank, kAdapterColumns], of `type`
+  Type type;
+  const int32_t* ranks;  // [num_places, parts], at most `rank`
+  const int32_t* ends;   // [parts]: where the columns of each part end
+  int64_t parts, panels, rank;
+  Routing routing;  // of one choice a row
+  float* out;       // [rows, ends[parts - 1]]
 };
 
 // out[row] += the product of the row and its adapter, of every row that has one.
