@@ -139,10 +139,13 @@ constexpr int64_t state_width(int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr int64_t state_floats(int64_t rows, int64_t dim) {
   return (rows * (state_width(dim) + 2 * kStateLanes + 1) + 15) / 16 * 16;
 }
-// Queries and two states of every row; keys, values, zeros and scales of a block; scores and weights of eight rows.
+constexpr int64_t kMostPanel = 64;  // columns of the values of a block, which are laid out in panels of them
+
+// Queries and two states of every row; keys, values, zeros and scales of a block; scores and weights of 16 rows.
 constexpr int64_t attention_scratch_floats(int64_t rows, int64_t dim) {
+  const int64_t values = (dim + kMostPanel - 1) / kMostPanel * kMostPanel;
   return rows * (state_width(dim) + 1) + 16 + 2 * state_floats(rows, dim) +
-         kBlockTokens * (2 * state_width(dim) + 4 + 2 * 8);
+         kBlockTokens * (state_width(dim) + values + 4 + 2 * 16);
 }
 
 extern const Kernels kGeneric;

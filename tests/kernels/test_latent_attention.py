@@ -21,6 +21,12 @@ RELEASED = (512, 128, 64, 128)
 NATIVE = [name for name in backends() if name.startswith("cpu/")]
 LENGTHS = [(1, 1), (1, 33), (3, 514), (1, 17), (0, 0), (70, 70), (3, 2743)]
 """(new tokens, tokens in the cache) of each request."""
+SHAPES = {
+    "few heads": (5, (64, 16, 16, 16)),
+    "few heads of whole vectors": (5, (96, 16, 32, 16)),
+    "heads that nearly fill a vector": (11, (96, 16, 32, 16)),
+}
+"""Heads, and sizes as latent_case() takes them: the kernels that one query alone may take."""
 
 
 def same(ours: Tensor, other: Tensor) -> bool:
@@ -90,13 +96,16 @@ def test_long_contexts_of_released_models(backend: str, heads: int, page: int, d
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("backend", NATIVE)
-def test_a_row_has_the_same_bits_in_any_chunk_and_on_any_threads(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("heads", "sizes"), SHAPES.values(), ids=SHAPES)
+def test_a_row_has_the_same_bits_in_any_chunk_and_on_any_threads(
+    heads: int, sizes: tuple[int, int, int, int], backend: str, dtype: torch.dtype
+) -> None:
     """Of the 70 tokens of a prompt some, alone."""
-    whole = latent_case(5, (64, 16, 16, 16), 16, dtype, LENGTHS)
+    whole = latent_case(heads, sizes, 16, dtype, LENGTHS)
     op_set(backend).latent_attention(*whole)
     meta, begin = whole[4], 6
     pages = meta.page_indices[int(meta.page_indptr[5]) : int(meta.page_indptr[6])]
-    for first, stop in ((69, 70), (1, 70), (1, 6)):
+    for first, stop in ((69, 70), (68, 69), (1, 70), (1, 6)):
         part = list(whole)
         part[4] = Meta(ints([0, stop - first]), ints([0, len(pages)]), pages, ints([stop]), meta.kv_head_of, meta.scale)
         part[0] = whole[0][begin + first : begin + stop].clone()

@@ -65,20 +65,22 @@ struct Pairs {
     pairs[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
   }
   template <class T>
-  static void put_step(float* to, const T* const* tokens, Size dim) {
-    Size i = 0;
-    for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
+  static constexpr bool kLieAsWords = sizeof(T) == 2;
+  template <class To, class T>
+  static void put_step(To to, const T* const* tokens, Size begin, Size end) {
+    Size i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
       V pairs[2];
       interleave(load_words(tokens[0], i / 2), load_words(tokens[1], i / 2), pairs);
-      store(to + i, pairs[0]);
-      store(to + i + kLanes, pairs[1]);
+      store(to(i), pairs[0]);
+      store(to(i + kLanes), pairs[1]);
     }
-    for (; i < dim; i += kLanes) {
-      const int lanes = lanes_from(i, dim);
+    for (; i < end; i += kLanes) {
+      const int lanes = lanes_from(i, end);
       const __m512i first = _mm512_castps_si512(take(at(tokens[0], i), lanes));
       const __m512i second = _mm512_castps_si512(take(at(tokens[1], i), lanes));
       // Both are exact in bfloat16, so their low halves are 0.
-      store(to + i, _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(first, 16), second)));
+      store(to(i), _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(first, 16), second)));
     }
   }
   template <class T>
