@@ -11,6 +11,7 @@ from typing import Any
 from allspan.client.bench.benchmark import Benchmark
 from allspan.client.bench.engine import experts as expert_bench
 from allspan.client.bench.engine import kernels as kernel_bench
+from allspan.client.bench.engine.adapters import ADAPTERS
 from allspan.client.bench.engine.compare import COMPARE
 from allspan.client.bench.engine.embeddings import EMBEDDINGS
 from allspan.client.bench.engine.grammar import GRAMMAR
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     row.name: row
     for row in (
         LATENCY,
+        ADAPTERS,
         COMPARE,
         PERPLEXITY,
         PREFIX,

@@ -23,6 +23,7 @@ from allspan.client.bench.report import columns, facts, mib, ms
 from allspan.client.engine import ClientEngine
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.progress import Progress
 
@@ -135,10 +136,16 @@ def summary(
     }
 
 
-async def one_round(engine: ClientEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Round:
-    """Sends all prompts at once and reads each to its last token."""
-    started = time.perf_counter()
-    answers = await asyncio.gather(*(ask(engine, prompt, params) for prompt in prompts))
+async def one_round(
+    engine: ClientEngine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    options: Sequence[RequestOptions] = (),
+) -> Round:
+    """Sends all prompts at once, with options for each where there are any, and reads each to its last token."""
+    started, each = time.perf_counter(), options or [None] * len(prompts)
+    asked = (ask(engine, prompt, params, own) for prompt, own in zip(prompts, each, strict=True))
+    answers = await asyncio.gather(*asked)
     return round_from(started, [answer.arrivals for answer in answers])
 
 
