@@ -41,6 +41,7 @@ FILES: Mapping[str, tuple[str, int, dict[str, Any]]] = {
         0,
         _OLD
         | {"expert_shared_count": 2, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
+        | {"attention.q_lora_rank": 0}  # as some files say that there is none
         | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.0707},
     ),
     "groups": (

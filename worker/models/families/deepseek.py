@@ -118,7 +118,7 @@ def _attention(config: ForeignConfig, rotary: RotarySpec) -> Mla:
     check_factors(config, rotary, turned)
     return Mla(
         num_heads=config.size("num_attention_heads"),
-        q_rank=_size(config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0,
+        q_rank=_size(config, "q_lora_rank") if config.get("q_lora_rank") not in (None, 0) else 0,
         kv_rank=latent,
         key_dim=key,
         rotary_dim=turned,
