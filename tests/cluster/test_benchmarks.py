@@ -91,7 +91,7 @@ def test_prefix_finds_exactly_the_full_pages_that_were_shared(engine: ClientEngi
 
 
 def test_ops_are_timed_in_prefill_and_in_decode(engine: ClientEngine) -> None:
-    report = measured(OPS, engine, OpsConfig(input_len=16, output_len=239, batch_size=2))
+    report = measured(OPS, engine, OpsConfig(input_len=16, output_len=LENGTH - 16, batch_size=2))
     for phase in ("prefill", "decode"):
         assert {"packed_linear"} <= {op["op"] for op in report[phase]}
         assert sum(op["share"] for op in report[phase]) == pytest.approx(1.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from allspan.protos.api.adapters import AdapterModule
 from support.gateway import fake_engine, gateway
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +50,8 @@ def test_the_calls_are_found() -> None:
 async def test_a_documented_call_is_answered(page: str, line: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    async with gateway(fake_engine(max_model_len=1024), served_model_name=("SmolLM2-135M-Instruct",)) as server:
+    engine = fake_engine(max_model_len=1024, adapters=(AdapterModule("sql", "/adapters/sql"),))
+    async with gateway(engine, served_model_name=("SmolLM2-135M-Instruct",)) as server:
         process = await asyncio.create_subprocess_shell(
             line.replace(ADDRESS, server.http_address) + " --silent --show-error --fail-with-body --max-time 20",
             stdout=asyncio.subprocess.PIPE,
