@@ -351,6 +351,7 @@ class Scheduler:
                 step.must_wait = True
                 return False
             victim = next(other for other in reversed(self._running) if other.owner == request.owner)
+            step.leave_out(victim)  # a decode makes room for a chunk in a window
             self._preempt(victim)
             step.has_preempted = True
             if victim is request:

@@ -86,6 +86,15 @@ class StepBuilder:
         self.budget -= len(drafts)
         self.logits -= len(drafts)
 
+    def leave_out(self, request: Request) -> None:
+        """Takes out the run of a request that is preempted, if it has one. What it had of the budgets stays unused: the
+        pages of others were seen to for no more than was left then."""
+        if request in self.requests:
+            index = self.requests.index(request)
+            del self.runs[index], self.requests[index]
+        if request in self.sampled:
+            self.sampled.remove(request)
+
     def withdraw(self) -> None:
         """Takes all runs out again."""
         for request, run in zip(self.requests, self.runs, strict=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from allspan.protos.api.options import RequestOptions
+from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from support.simulated_kv import SimulatedRank, asked, rank
 
@@ -131,6 +133,20 @@ def test_chunks_of_prompts_are_shared_out_among_ranks_and_fill_the_step():
     assert [run.num_tokens for run in alone.plans[-1].runs] == [16], "what other ranks do not need"
     for each in (world, alone):
         each.run()
+
+
+def test_a_decode_that_makes_room_for_a_chunk_in_a_window_is_not_in_the_step():
+    """Both requests read the window's pages, so that the first one's next chunk gets none back."""
+    window = GroupLimits(14, PageLifetime(8))
+    world = rank(attention_ranks=2, page_size=1, max_num_seqs=2, max_num_batched_tokens=4, more_groups=(window,))
+    prompt = [1 + number for number in range(40)]
+    first = world.submit(asked(0, prompt, max_tokens=2))
+    while first.num_computed < 12:
+        world.step()
+    second = world.submit(asked(1, [*prompt[: first.num_computed], 90], max_tokens=9))
+    world.run()
+    assert (first.owner, first.preemptions, second.preemptions) == (0, 0, 1)
+    assert set(world.ends.values()) == {"length"}
 
 
 def test_a_page_is_told_of_as_long_as_any_rank_has_it():
