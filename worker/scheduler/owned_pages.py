@@ -49,14 +49,16 @@ class OwnedPages:
         """What each owner's cache has of a request that is about to join, the best choice first: where the tokens that
         the owner's requests hold, and those of this one that it has not cached, times COMPUTED, are fewest. None when
         one computes its next page right now, unless another has all of its pages."""
+        if any(manager.still_awaits(request) for manager in self.managers):
+            return None
         hits: list[PrefixHit] = []
-        must_wait = False
+        awaited = b""
         for owner, manager in enumerate(self.managers):
-            found = manager.match(request)
-            must_wait = must_wait or found is None
-            hits += [replace(hit, owner=owner) for hit in found or ()]
+            hits += [replace(hit, owner=owner) for hit in manager.match(request) or ()]
+            awaited = awaited or request.awaits
         most = (request.num_tokens - 1) // self._page_size
-        if must_wait and all(hit.num_pages < most for hit in hits):
+        request.awaits = awaited if all(hit.num_pages < most for hit in hits) else b""
+        if request.awaits:
             return None
         saved = COMPUTED * self._page_size
         return tuple(sorted(hits, key=lambda hit: self._tokens(hit.owner) - saved * hit.num_pages))

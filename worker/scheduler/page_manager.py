@@ -91,7 +91,7 @@ class PageManager:
         computed to sample."""
         if not self.looks_up(request):
             return (self._hit(()),)
-        if request.awaits and self._is_awaited(request.awaits, request):
+        if self.still_awaits(request):
             return None
         keys = self._keys(request, (request.num_tokens - 1) // self._page_size)
         hit = self._hit(keys)
@@ -101,6 +101,10 @@ class PageManager:
                 break
             request.awaits = key
         return None if request.awaits else (hit,)
+
+    def still_awaits(self, request: Request) -> bool:
+        """Whether the page that the request was last found to wait for is still being computed."""
+        return bool(request.awaits) and self._is_awaited(request.awaits, request)
 
     def looks_up(self, request: Request) -> bool:
         """Whether the request may begin with cached pages; log-probabilities of its prompt and pooling that reads other

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.limits import GroupLimits
+from allspan.worker.scheduler.page_manager import PageManager
 from allspan.worker.scheduler.request import Request
 from support.simulated_kv import SimulatedRank, asked, rank
 
@@ -76,6 +79,25 @@ def test_a_prompt_that_one_rank_computes_is_not_computed_by_another():
     world.run()
     assert [one.cached_tokens for one in world.known.values()] == [0, 28, 28]
     assert world.num_computed == 30 + 2 + 2 + 3
+
+
+def test_a_request_that_waits_for_pages_is_not_looked_up_at_every_step(monkeypatch: pytest.MonkeyPatch):
+    looked_up: Counter[bytes] = Counter()
+    keys = PageManager._keys
+
+    def counted(manager: PageManager, one: Request, count: int) -> list[bytes]:
+        looked_up[one.request_id] += 1
+        return keys(manager, one, count)
+
+    monkeypatch.setattr(PageManager, "_keys", counted)
+    world = rank(attention_ranks=2, max_num_batched_tokens=8)
+    world.submit(asked(0, [5] * 60, max_tokens=1))
+    second = world.submit(asked(1, [5] * 60, max_tokens=1))
+    for _ in range(5):
+        world.step()
+    assert (second.row, looked_up[second.request_id]) == (-1, 2), "once on each rank"
+    world.run()
+    assert second.cached_tokens == 56
 
 
 def test_a_request_that_finds_no_page_makes_room_among_those_of_its_rank():
