@@ -88,9 +88,10 @@ class OwnedPages:
         """See `PageManager.extend`."""
         return self.managers[request.owner].extend(request, tokens)
 
-    def extend_for_drafts(self, request: Request, count: int, running: int) -> tuple[int, list[Grant]]:
-        """See `PageManager.extend_for_drafts`."""
-        return self.managers[request.owner].extend_for_drafts(request, count, running)
+    def extend_for_drafts(self, request: Request, count: int, running: Sequence[Request]) -> tuple[int, list[Grant]]:
+        """See `PageManager.extend_for_drafts`; other owners' requests do not matter."""
+        own = [other for other in running if other.owner == request.owner]
+        return self.managers[request.owner].extend_for_drafts(request, count, own)
 
     def retract(self, request: Request) -> None:
         """See `PageManager.retract`."""

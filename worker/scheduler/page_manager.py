@@ -161,11 +161,12 @@ class PageManager:
                 held.pages.extend(grants[-1].pages)
         return grants
 
-    def extend_for_drafts(self, request: Request, count: int, running: int) -> tuple[int, list[Grant]]:
+    def extend_for_drafts(self, request: Request, count: int, running: Sequence[Request]) -> tuple[int, list[Grant]]:
         """How many of `count` drafts behind the next token there are pages for, and those pages. Another page is taken
-        only where `running` more are left in each group: drafts take no page that a request needs."""
+        only where one more is left in each group for all that are `running`: drafts take no page that a request
+        needs."""
         spare = min(group.cache.device.num_available for group in self.groups)
-        if not self.has_capacity(request, 1 + count) and spare > running:
+        if not self.has_capacity(request, 1 + count) and spare > len(running):
             grants = self.extend(request, 1 + min(count, self._page_size))
             return min(count, self._page_size), grants or []
         while count and not self.has_capacity(request, 1 + count):

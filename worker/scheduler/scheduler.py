@@ -211,7 +211,7 @@ class Scheduler:
             if run.num_tokens > 1 or not request.num_unknown or not step.room:
                 continue
             if drafts := drafting.propose(request, step.room, self.limits.vocab_size):
-                count, grants = self.memory.extend_for_drafts(request, len(drafts), len(self._running))
+                count, grants = self.memory.extend_for_drafts(request, len(drafts), self._running)
                 self._next.grants += grants
                 if count:
                     step.draft(index, drafts[:count])
