@@ -192,8 +192,7 @@ def _token_kv(plan: dict[str, Any]) -> str:
     if plan["attention_ranks"] > 1:
         return f"{own}, on the rank that attends for it alone: {freed} fewer than all ranks would hold"
     words = f"{own} on a rank" + (f", {every} on all together" if len(plan["ranks"]) > 1 else "")
-    is_freed = plan["token_kv"]["freed"] and plan["stages"] == 1
-    return words + (f"; --data-parallel-attention would free {freed}" if is_freed else "")
+    return words + (f"; --data-parallel-attention would free {freed}" if plan["token_kv"]["freed"] else "")
 
 
 def _active(plan: dict[str, Any]) -> str:

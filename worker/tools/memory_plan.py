@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
-from allspan.protos.config.settings import WorkerConfig
+from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.worker.adapters.opening import bytes_of_adapters
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import (
@@ -32,6 +32,7 @@ from allspan.worker.cache.budget import (
     num_kv_pages,
     pages_of,
 )
+from allspan.worker.load.attention_ranks import check_attention
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import cache_groups, layer_pieces
@@ -72,7 +73,8 @@ class TokenKv:
     every_rank: int
     """On all ranks together."""
     freed: int
-    """What data-parallel attention saves of all ranks' bytes, or would save: what several hold alike."""
+    """What data-parallel attention saves of all ranks' bytes, or would save: what several hold alike. 0 where it is
+    refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +157,11 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         parameters=numbers.total,
         active_parameters=numbers.active,
         attention_ranks=apart,
-        token_kv=_token_kv(prepared, page_size),
+        token_kv=_token_kv(config.model, prepared, page_size),
     )
 
 
-def _token_kv(prepared: Sequence[Prepared], page_size: int) -> TokenKv:
+def _token_kv(config: ModelConfig, prepared: Sequence[Prepared], page_size: int) -> TokenKv:
     """See `TokenKv`."""
     shards, spec = [each.holding.shard for each in prepared], prepared[0].source.spec
     dtype = prepared[0].cache_groups[0].spec.dtype
@@ -169,8 +171,18 @@ def _token_kv(prepared: Sequence[Prepared], page_size: int) -> TokenKv:
 
     shared = sum(token_bytes(make_shard(each.rank, each.size, each.stage)) for each in shards)
     whole = token_bytes(make_shard(0, 1))
-    is_apart = shards[0].attends_apart
-    return TokenKv(max(map(token_bytes, shards)), whole if is_apart else shared, shared - whole)
+    is_apart, may_be = shards[0].attends_apart, _may_attend_apart(config, prepared[0])
+    return TokenKv(max(map(token_bytes, shards)), whole if is_apart else shared, shared - whole if may_be else 0)
+
+
+def _may_attend_apart(config: ModelConfig, prepared: Prepared) -> bool:
+    """Whether these ranks could attend for requests of their own."""
+    shard, is_converted = prepared.holding.shard, prepared.source.converted is not None
+    try:
+        check_attention(replace(config, data_parallel_attention=True), shard.size, shard.stage, is_converted)
+    except ConfigError:
+        return False
+    return True
 
 
 def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:

@@ -98,6 +98,15 @@ def test_the_plan_says_what_kv_data_parallel_attention_frees(
     assert round(apart.num_tokens / plan.num_tokens) == shared // whole
 
 
+def test_no_kv_is_said_to_be_freed_where_data_parallel_attention_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "deepseek_v2", torch.bfloat16)
+    config = config_for(tmp_path, kv_cache_bytes=2**20)
+    on_gpu = replace(config, model=replace(config.model, device="cuda"))
+    in_stages = replace(config, parallel=replace(config.parallel, pipeline_parallel_size=2))
+    plans = [plan_memory(each, 2, Room(ROOM, ROOM), 2) for each in (config, on_gpu, in_stages)]
+    assert [plan.token_kv.freed > 0 for plan in plans] == [True, False, False]
+
+
 def test_with_room_the_cache_holds_max_num_seqs_contexts(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     plan = plan_memory(config_for(tmp_path), 1, Room(ROOM), 1)
