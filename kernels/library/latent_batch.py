@@ -27,6 +27,9 @@ _AFTER_PAGE_SIZE = ("causal", "sm_scale", "q_data_type", "kv_data_type", "use_pr
 _IGNORED = ("q_data_type", "kv_data_type", "use_profiler", "profiler_buffer")
 """How FlashInfer computes, not what: dtypes are those of the tensors."""
 
+_QUERIES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of queries on CPUs."""
+
 Ints = NDArray[np.int32]
 
 
@@ -123,8 +126,13 @@ class BatchMLAPagedAttentionWrapper:
             ints(name, x, self._device)
             for name, x in zip(names, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True)
         )
-        counts, lengths = _checked(starts, *table, page_size=page_size)
         sizes = head_dim_ckv, head_dim_kpe
+        if min(num_heads, *sizes, page_size) < 1:
+            numbers = f"{num_heads}, {head_dim_ckv}, {head_dim_kpe} and {page_size}"
+            raise ValueError(
+                f"num_heads, head_dim_ckv, head_dim_kpe, page_size: {numbers} are given, at least 1 is wanted of each"
+            )
+        counts, lengths = _checked(starts, *table, page_size=page_size)
         step = _Step(
             starts, self._placed(*table), counts, lengths, num_heads, sizes, page_size, is_causal, float(scale)
         )
@@ -200,6 +208,10 @@ class BatchMLAPagedAttentionWrapper:
 
 def _checked(starts: Tensor, indptr: Tensor, indices: Tensor, lengths: Tensor, *, page_size: int) -> tuple[Ints, Ints]:
     """Queries and tokens of each request."""
+    given = zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), (starts, indptr, indices, lengths), strict=True)
+    for name, found in given:
+        if found.ndim != 1:
+            raise ValueError(f"{name}: {tuple(found.shape)} has not one dimension")
     for name, found in (("qo_indptr", starts), ("kv_indptr", indptr)):
         if len(found) != len(lengths) + 1:
             raise ValueError(f"{name}: {len(found)} of them do not go with {len(lengths)} kv_len_arr")
@@ -306,6 +318,9 @@ class _Cpu:
         cache, scales = pages
         if cache.device.type != "cpu":
             raise ValueError(f"ckv_cache: is on {cache.device}, the wrapper's workspace buffer on the CPU")
+        for name, x in (("q_nope", q), ("q_pe", turned)):
+            if x.dtype not in _QUERIES:
+                raise ValueError(f"{name}: {x.dtype} is not float32, bfloat16 or float16; convert it")
         if not cache.is_contiguous():
             raise ValueError(
                 f"ckv_cache: rows of {cache.shape[3]} in strides {cache.stride()} do not lie one after the other, as "

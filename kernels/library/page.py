@@ -90,20 +90,58 @@ def append_paged_mla_kv_cache(
     kpe_cache: Array | None,
     kv_indices: Array,
     *rest: Array | None,
-    scales: Array | None = None,
+    **options: Array | None,
 ) -> None:
     """Writes row i of append_ckv [nnz, latent] and append_kpe [nnz, turned] as `append_paged_kv_cache` does, to the
-    caches of `BatchMLAPagedAttentionWrapper.run`, with `scales` also of int8 and float8_e4m3fn; on a CPU or a GPU, for
-    which it waits. `rest`: kv_indptr, and kv_last_page_len, which nothing depends on.
+    caches of `BatchMLAPagedAttentionWrapper.run`, also of int8 and float8_e4m3fn; on a CPU or a GPU, for which it
+    waits. rest, or by name: kv_indptr, and kv_last_page_len, which nothing depends on. By name: scales.
 
-    Raises ValueError for what does not fit, TypeError without kv_indptr."""
-    if not 1 <= len(rest) <= 2 or rest[0] is None:
-        raise TypeError(f"append_paged_mla_kv_cache: kv_indptr and kv_last_page_len are wanted, {len(rest)} are given")
+    Raises ValueError for what does not fit, TypeError for unknown arguments and without kv_indptr."""
+    given = dict(zip(("kv_indptr", "kv_last_page_len"), rest, strict=False)) | options
+    indptr, scales = given.pop("kv_indptr", None), given.pop("scales", None)
+    strange = sorted(set(given) - {"kv_last_page_len"})
+    if strange or len(rest) > 2:
+        raise TypeError(f"append_paged_mla_kv_cache: there is no argument {strange[0] if strange else rest[-1]!r}")
+    if indptr is None:
+        raise TypeError("append_paged_mla_kv_cache: kv_indptr is wanted")
     latents, turned = anywhere("append_ckv", append_ckv), anywhere("append_kpe", append_kpe)
+    for name, x in (("append_ckv", latents), ("append_kpe", turned)):
+        if x.ndim != 2 or len(x) != len(latents):
+            raise ValueError(f"{name}: {tuple(x.shape)} is not [{len(latents)} rows, elements]")
     cache = latent_pages(ckv_cache, kpe_cache, (latents.shape[1], turned.shape[1]))
-    slots = _slots((batch_indices, positions, rest[0], kv_indices), cache.shape[2], cache.device)
+    where, page_size = (batch_indices, positions, indptr, kv_indices), cache.shape[2]
+    _check_places(where, page_size, len(latents), len(cache))
+    slots = _slots(where, page_size, cache.device)
     rows, is_there = torch.cat((latents, turned), 1)[:, None], slots >= 0
     append_rows(rows[is_there], cache, latent_scales(scales, cache), slots[is_there])
+
+
+def _check_places(where: tuple[Array, Array, Array, Array], page_size: int, num_rows: int, num_pages: int) -> None:
+    """Raises ValueError for places that their requests, or the cache of `num_pages`, do not have: nothing may be
+    written to another request's pages. See `_slots`."""
+    names = ("batch_indices", "positions", "kv_indptr", "kv_indices")
+    given = [anywhere(name, x) for name, x in zip(names, where, strict=True)]
+    request, place, indptr, indices = (
+        ints(name, x, x.device).cpu().long() for name, x in zip(names, given, strict=True)
+    )
+    for name, x in zip(names[:2], (request, place), strict=True):
+        if x.shape != (num_rows,):
+            raise ValueError(f"{name}: {tuple(x.shape)} is not [{num_rows}], one of each row")
+    is_there = (request >= 0) & (place >= 0)
+    if (is_there & (request >= len(indptr) - 1)).any():
+        raise ValueError(f"batch_indices: {int(request.max())} is no request of the {len(indptr) - 1} of kv_indptr")
+    ends, held = indptr[1:], indptr.diff() * page_size
+    if (indptr < 0).any() or (held < 0).any() or (ends > len(indices)).any():
+        raise ValueError(f"kv_indptr: {indptr.tolist()} does not ascend within the {len(indices)} of kv_indices")
+    if (wrong := is_there & (place >= held[request])).any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"positions: row {row} has place {int(place[row])} of request {int(request[row])}, whose pages are for "
+            f"{int(held[request[row]])} tokens"
+        )
+    used = indices[int(indptr[0]) : int(indptr[-1])]
+    if ((used < 0) | (used >= num_pages)).any():
+        raise ValueError(f"kv_indices: must be in 0 to {num_pages - 1}, the pages of the cache")
 
 
 def _slots(where: tuple[Array, Array, Array, Array], page_size: int, device: torch.device) -> Tensor:

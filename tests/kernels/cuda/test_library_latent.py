@@ -176,6 +176,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.run(*step.q, *caches)
+    with pytest.raises(ValueError, match=r"q_pe: torch\.int32 is not float32"):
+        wrapper.run(step.q[0], step.q[1].int(), step.cache)
     with pytest.raises(ValueError, match=r"q_nope: \(5, 4, 64\) is not plan's \(6, 4, 64\)"):
         wrapper.run(step.q[0][:5], step.q[1], step.cache)
     with pytest.raises(TypeError, match="no argument 'kv_len'"):
@@ -195,10 +197,44 @@ def test_plans_that_do_not_fit_are_refused_by_name() -> None:
         ([starts.flip(0), indptr, indices, lengths], "qo_indptr: .* does not begin at 0"),
         ([starts, indptr, indices[:3], lengths], "kv_indptr: .* within the 3 of kv_indices"),
         ([starts, indptr, indices, lengths + 16], "kv_len_arr: request 0 has 16 tokens in pages for 0"),
+        ([starts, indptr, indices[None], lengths], r"kv_indices: \(1, \d+\) has not one dimension"),
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.plan(*tables, *sizes, True, 1.0)
+    with pytest.raises(ValueError, match="page_size: 4, 64, 16 and 0 are given, at least 1 is wanted"):
+        wrapper.plan(*step.tables, 4, *SIZES, 0, True, 1.0)
     with pytest.raises(TypeError, match="sm_scale is wanted"):
         wrapper.plan(*step.tables, *sizes, causal=True)
     with pytest.raises(TypeError, match="no argument 'custom_mask'"):
         wrapper.plan(*step.tables, *sizes, True, 1.0, custom_mask=None)
+
+
+def test_rows_are_appended_to_their_own_request_s_pages_or_refused() -> None:
+    """Two requests of two pages and one, with every argument of FlashInfer's by its name."""
+    cache, rows = torch.zeros(4, 2, 5), torch.ones(3, 5)
+    ids = {name: torch.tensor(each) for name, each in {"batch_indices": [0, 1, -1], "positions": [3, 1, 0]}.items()}
+    table = {"kv_indices": torch.tensor([2, 0, 3]), "kv_indptr": torch.tensor([0, 2, 3])}
+    given = {
+        "append_ckv": rows[:, :3],
+        "append_kpe": rows[:, 3:],
+        "ckv_cache": cache,
+        "kpe_cache": None,
+        **ids,
+        **table,
+    }
+    flashinfer.append_paged_mla_kv_cache(**given, kv_last_page_len=torch.tensor([2, 2]))
+    assert cache.sum((1, 2)).tolist() == [5, 0, 0, 5]
+    for changes, message in (
+        ({"positions": torch.tensor([4, 1, 0])}, "positions: row 0 has place 4 of request 0, whose pages are for 4"),
+        ({"positions": torch.tensor([4, 1])}, r"positions: \(2,\) is not \[3\]"),
+        ({"batch_indices": torch.tensor([0, 2, 0])}, "batch_indices: 2 is no request of the 2"),
+        ({"kv_indptr": torch.tensor([0, 2, 4])}, "kv_indptr: .* within the 3 of kv_indices"),
+        ({"kv_indices": torch.tensor([2, -1, 3])}, "kv_indices: must be in 0 to 3"),
+        ({"append_kpe": rows[:2, 3:]}, r"append_kpe: \(2, 2\) is not \[3 rows, elements\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashinfer.append_paged_mla_kv_cache(**given | changes)
+    for changes, message in (({"kv_indptr": None}, "kv_indptr is wanted"), ({"kv_layout": "NHD"}, "no argument 'kv_l")):
+        with pytest.raises(TypeError, match=message):
+            flashinfer.append_paged_mla_kv_cache(**given | changes)
+    assert cache.sum((1, 2)).tolist() == [5, 0, 0, 5]
