@@ -42,6 +42,8 @@ MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 SUFFIXES = (*MARKS, "weight", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
 """Suffixes of all tensors that a matrix may have."""
 
+_WORDS = frozenset({"weight_packed", "qweight", "qzeros"})
+"""Suffixes of tensors whose elements are several codes each."""
 
 _ALTERNATIVES = ("weight", "weight_packed", "qweight"), ("weight_scale", "weight_scale_inv")
 
@@ -53,6 +55,9 @@ def quantised_matrix(tensors: Mapping[str, Tensor], config: Config) -> Quantised
         if len(there := [each for each in alternatives if each in tensors]) > 1:
             raise ValueError(f"it has both {there[0]} and {there[1]}: remove one of them")
     codes = next((each for each in _ALTERNATIVES[0] if each in tensors), "weight")
+    for suffix in _WORDS & tensors.keys():
+        if (dtype := tensors[suffix].dtype) is not torch.int32:
+            raise ValueError(f"{suffix} is {dtype}, must be torch.int32: codes are packed in words")
     if tensors[codes].ndim == 3:
         return _stacked(tensors, codes, config)
     if codes == "weight_packed":

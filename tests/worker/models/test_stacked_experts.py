@@ -146,6 +146,7 @@ def test_matrices_of_all_experts_may_be_one_tensor(
             {"gate_up_proj.g_idx": torch.full((5, 160), 9).int()},
             "gate_up_proj' .*: expert 0: inputs are in groups 9 to 9, must be in 0 to 4",
         ),
+        ("awq", {"down_proj.qweight": torch.zeros(5, 288, 20)}, "down_proj' .*: qweight is torch.float32, must be tor"),
         ("compressed-int4", {"down_proj.weight_shape": None}, "down_proj' .*: expert 0: it has no 'weight_shape'"),
     ],
 )
