@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,7 +48,7 @@ def read_trace(path: str, most: int) -> Iterator[Recorded]:
             for number, entry in islice(_entries(lines), most):
                 try:
                     request = _recorded(json.loads(entry) if isinstance(entry, str) else entry)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                     raise ConfigError(f"--dataset-path {path}, line {number}: {error!r}") from None
                 first = request.at if first is None else first
                 yield Recorded(max(0.0, request.at - first), request.input_len, request.output_len, request.blocks)
@@ -76,7 +77,9 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
         raise KeyError(" or ".join(_FORMS))
     units, inputs, outputs = _FORMS[moments]
     input_len, output_len = (max(1, int(float(entry[column]))) for column in (inputs, outputs))
-    return Recorded(_seconds(entry[moments]) / units, input_len, output_len, tuple(map(int, entry.get("hash_ids", ()))))
+    if not math.isfinite(at := _seconds(entry[moments]) / units):
+        raise ValueError(f"{moments} is {at}, must be finite")
+    return Recorded(at, input_len, output_len, tuple(map(int, entry.get("hash_ids", ()))))
 
 
 def _seconds(moment: Any) -> float:

@@ -135,6 +135,8 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "is empty"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5", "line 2: KeyError.'GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n\n2023-11-99 18:15:46,5,5", "line 3: ValueError.'day is out"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,inf,5", "line 2: OverflowError"),
+        ("Timestamp,Request tokens,Response tokens\n1,5,5\ninf,5,5", "line 3: .*Timestamp is inf, must be finite"),
         ("when,tokens\n1,2", "line 2: KeyError.'timestamp or Timestamp or TIMESTAMP'"),
     ],
 )
