@@ -55,7 +55,7 @@ class Inspection:
         spec, size, stages = holding.spec, holding.shard.size, holding.shard.stage.size
         groups = holding.shard.groups[EP].size
         places = [(rank, Place(stage, stages)) for stage in range(stages) for rank in range(size)]
-        shards = [make_shard(rank, size, stage, groups) for rank, stage in places]
+        shards = [make_shard(rank, size, stage, groups, holding.shard.attends_apart) for rank, stage in places]
         parts = [replace(holding, shard=shard) for shard in shards]
         return {
             "name": self._config.name,

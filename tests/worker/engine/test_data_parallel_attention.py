@@ -29,6 +29,7 @@ from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load.attention_ranks import check_attention
+from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.shard import WHOLE, Place
@@ -173,6 +174,8 @@ def test_ranks_with_requests_of_their_own_make_the_tokens_of_one(folder: Path, a
     assert all(each.model.cache_groups[0].spec.num_kv_heads == whole for each in loaded), "every rank has all heads"
     written = [any(bool(part.any()) for part in each.core._batch.buffers._tensors["own_rows"]) for each in loaded]
     assert all(written), "every rank had requests of its own"
+    told = Inspection(config(folder, 0).model, loaded[0].model, "", dict).model()["ranks"]
+    assert [part["weight_bytes"] for part in told] == [each.model.holding.num_bytes for each in loaded]
 
 
 def test_each_request_gets_the_same_bits_alone_and_among_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
