@@ -240,10 +240,11 @@ class Scheduler:
         staying = self._running[: len(self._running) - len(worse)]
         # Were all of them preempted in vain, nothing would be gained.
         hit = next((hit for hit in hits if self.memory.fits(request, hit, staying, worse)), None)
+        has_pages = hit is not None and self.memory.fits(request, hit, self._running)
         for victim in reversed(worse):
             if hit is None or self._has_place(request, hit):
                 return
-            if not self._slots.free or victim.owner == hit.owner:
+            if has_pages or victim.owner == hit.owner:
                 self._preempt(victim)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Request]:

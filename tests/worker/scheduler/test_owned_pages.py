@@ -146,6 +146,21 @@ def test_a_better_priority_takes_pages_of_the_rank_where_they_suffice():
     world.run()
 
 
+def test_a_better_priority_that_lacks_pages_and_a_row_takes_both_from_one_request():
+    world = rank(attention_ranks=2, num_pages=16, max_num_seqs=2, max_num_batched_tokens=128)
+
+    def submit(number: int, prompt: list[int], priority: int) -> Request:
+        return world.submit(asked(number, prompt, 0, RequestOptions(priority=priority), max_tokens=4))
+
+    worse, worst = submit(0, [1] * 50, 1), submit(1, [2] * 4, 2)
+    world.step()
+    one = submit(2, [1] * 40 + [3] * 20, 0)  # most of it is cached where the worse request's pages are
+    world.step()
+    assert [each.owner for each in (worse, worst, one)] == [0, 1, 0]
+    assert (one.row >= 0, worse.preemptions, worst.preemptions) == (True, 1, 0)
+    world.run()
+
+
 def test_chunks_of_prompts_are_shared_out_among_ranks_and_fill_the_step():
     world = rank(attention_ranks=2, max_num_batched_tokens=16, max_num_seqs=4, enabled=False)
     for number, length in enumerate([40, 40, 3]):
