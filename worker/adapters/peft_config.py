@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.wording import counted
 from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.text.helper_process import HelperEnded, HelperProcess
 from allspan.worker.models.foreign.config import ForeignConfig
 
 CONFIG_FILE = "adapter_config.json"
+MATCH_S = 5.0
+"""Most seconds that the patterns of a config may take over the names of its modules."""
+MATCH_BYTES = 1 << 30
 
 _EMPTY: tuple[Any, ...] = (None, False, {}, [], "")
 _UNSUPPORTED = {
@@ -37,23 +42,48 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 class PeftConfig:
     """What of adapter_config.json inference needs."""
 
-    rank: int
-    alpha: float
+    source: str
+    """The file that messages name."""
     is_rank_stabilised: bool
     """Products are multiplied by alpha / sqrt(rank) instead of alpha / rank (D. Kalajdzievski, arXiv:2312.03732)."""
-    ranks: tuple[tuple[re.Pattern[str], int], ...]
-    """The ranks of modules whose names match; the first that does counts."""
-    alphas: tuple[tuple[re.Pattern[str], float], ...]
+    ranks: Mapping[str | None, int]
+    """The ranks of modules by a regular expression, of which the first that matches counts; None: of all others."""
+    alphas: Mapping[str | None, float]
 
-    def rank_of(self, module: str) -> int:
-        """Returns the rank of a module's matrices."""
-        return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
+    def factors(self, modules: Sequence[str]) -> dict[str, tuple[int, float]]:
+        """Returns the rank of each module's matrices, and what its product is multiplied by. The names are those of the
+        model that was trained. Raises CheckpointError for patterns that cannot be matched, or not in time."""
+        found = {}
+        for module, of_rank, of_alpha in zip(modules, *self._matched(modules), strict=True):
+            rank = self.ranks[of_rank]
+            found[module] = rank, self.alphas[of_alpha] / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        return found
 
-    def scale_of(self, module: str) -> float:
-        """Returns what a module's product is multiplied by."""
-        rank = self.rank_of(module)
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+    def _matched(self, modules: Sequence[str]) -> list[list[str | None]]:
+        """The keys of `ranks` and those of `alphas`, one for each module. See `pattern_child`."""
+        patterns = {
+            name: [key for key in values if key is not None]
+            for name, values in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas))
+        }
+        if not any(patterns.values()):
+            return [[None] * len(modules)] * 2
+        helper = HelperProcess("allspan.worker.adapters.pattern_child", (str(MATCH_BYTES),), {})
+        try:
+            answer = helper.ask({"patterns": patterns, "modules": modules, "within_s": MATCH_S}, MATCH_S)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{self.source}: rank_pattern and alpha_pattern take more than {MATCH_S:g} s over the names of "
+                f"{counted(len(modules), 'module')}, the limit: write the names of modules instead"
+            ) from error
+        except HelperEnded as error:
+            raise CheckpointError(
+                f"{self.source}: rank_pattern and alpha_pattern cannot be matched: {error}"
+            ) from error
+        finally:
+            helper.end()
+        if "problem" in answer:
+            raise CheckpointError(f"{self.source}: {answer['problem']}")
+        return [answer[name] for name in patterns]
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -75,18 +105,17 @@ def read_peft_config(folder: Path) -> PeftConfig:
             f"init_lora_weights {shown(init)} is not supported, since it changes the base model's weights: save the "
             "adapter converted to plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
         )
-    ranks = tuple((pattern, config_of.size(key)) for pattern, key, config_of in _patterns(config, "rank_pattern"))
-    alphas = tuple((pattern, config_of.number(key)) for pattern, key, config_of in _patterns(config, "alpha_pattern"))
-    return PeftConfig(config.size("r", 8), config.number("lora_alpha", 8.0), config.flag("use_rslora"), ranks, alphas)
+    return PeftConfig(
+        str(path),
+        config.flag("use_rslora"),
+        {None: config.size("r", 8)} | {key: each.size(key) for key, each in _patterns(config, "rank_pattern")},
+        {None: config.number("lora_alpha", 8.0)}
+        | {key: each.number(key) for key, each in _patterns(config, "alpha_pattern")},
+    )
 
 
-def _patterns(config: ForeignConfig, name: str) -> list[tuple[re.Pattern[str], str, ForeignConfig]]:
-    """The regular expressions that are the keys of an object; they match the last parts of a module's name."""
+def _patterns(config: ForeignConfig, name: str) -> Iterator[tuple[str, ForeignConfig]]:
+    """The keys of an object, which are regular expressions, and the object."""
     section = config.section(name)
-    if section is None:
-        return []
-    keys: dict[str, Any] = config.get(name)
-    try:
-        return [(re.compile(rf"(.*\.)?({key})$"), key, section) for key in keys]
-    except re.error as error:
-        raise CheckpointError(f"{section.source}: {shown(error.pattern)} is no regular expression: {error}") from None
+    if section is not None:
+        yield from ((key, section) for key in config.get(name))

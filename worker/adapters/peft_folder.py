@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.model_files.regular_file import is_there
-from allspan.worker.adapters.peft_config import PeftConfig, read_peft_config
+from allspan.worker.adapters.peft_config import read_peft_config
 from allspan.worker.weights.tensor_folder import TensorFolder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -55,10 +55,15 @@ class PeftFolder:
                 raise CheckpointError(
                     f"{self.path}: tensor {name!r} is not supported: adapters are lora_A and lora_B of linear layers"
                 )
-            sides.setdefault(_module(found["module"]), {})[found["side"]] = name
+            sides.setdefault(found["module"], {})[found["side"]] = name
         if not sides:
             raise CheckpointError(f"{self.path}: there are no tensors")
-        self._modules = {module: self._checked(module, names, config) for module, names in sides.items()}
+        factors = config.factors(list(sides))
+        self._modules: dict[str, tuple[str, str, float]] = {}
+        for module, names in sides.items():
+            if (usual := _module(module)) in self._modules:
+                raise CheckpointError(f"{self.path}: {module!r} is there under another name, too: remove one of both")
+            self._modules[usual] = self._checked(module, names, *factors[module])
 
     @property
     def modules(self) -> Collection[str]:
@@ -87,8 +92,8 @@ class PeftFolder:
             raise CheckpointError(f"{self.path}: tensor {name!r} has numbers that are not finite")
         return out
 
-    def _checked(self, module: str, names: Mapping[str, str], config: PeftConfig) -> tuple[str, str, float]:
-        """The names of a module's matrices and their scale."""
+    def _checked(self, module: str, names: Mapping[str, str], rank: int, scale: float) -> tuple[str, str, float]:
+        """The names of a module's matrices and their scale. Raises CheckpointError for shapes of another rank."""
         for side in "AB":
             if side not in names:
                 raise CheckpointError(f"{self.path}: lora_{side} of {module!r} is missing")
@@ -98,12 +103,9 @@ class PeftFolder:
                 f"{self.path}: lora_A and lora_B of {module!r} have shapes {list(a)} and {list(b)}, must be [r, in] "
                 "and [out, r]"
             )
-        rank = a[0]
-        if rank != config.rank_of(module):
-            raise CheckpointError(
-                f"{self.path}: lora_A of {module!r} has rank {rank}, adapter_config.json says {config.rank_of(module)}"
-            )
-        return names["A"], names["B"], config.scale_of(module)
+        if a[0] != rank:
+            raise CheckpointError(f"{self.path}: lora_A of {module!r} has rank {a[0]}, adapter_config.json says {rank}")
+        return names["A"], names["B"], scale
 
 
 def _module(name: str) -> str:

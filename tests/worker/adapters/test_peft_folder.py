@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.config.settings import CacheConfig, ModelConfig
+from allspan.worker.adapters import peft_config
 from allspan.worker.adapters.peft_config import read_peft_config
 from allspan.worker.adapters.peft_folder import PeftFolder
 from allspan.worker.adapters.slots import AdapterSlots
@@ -70,7 +72,9 @@ def changed(adapter: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"r": 0}, "r must be a positive integer"),
         ({"lora_alpha": "a"}, "lora_alpha must be a positive number"),
-        ({"rank_pattern": {"(": 3}}, "is no regular expression"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern: '(' is no regular expression"),
+        ({"alpha_pattern": {"(" * 5000 + ")" * 5000: 3}}, "alpha_pattern: '(((("),
+        ({"rank_pattern": {"a{99999999999999999999}": 3}}, "is no regular expression: the repetition number is too"),
         ({"rank_pattern": [3]}, "rank_pattern must be an object"),
         ({"r": 4}, "has rank 8, adapter_config.json says 4"),
     ],
@@ -95,6 +99,12 @@ def test_a_config_that_would_not_be_computed_exactly_is_refused(
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(())}), "must be [r, in] and [out, r]"),
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 3)}), "is for a weight of shape [96, 3]"),
         (lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan), "numbers that are not finite"),
+        (
+            lambda t: t.update(
+                {name.replace("model.layers", "language_model.model.layers"): t[name] * 2 for name in t}
+            ),
+            "layers.0.self_attn.q_proj' is there under another name, too: remove one of both",
+        ),
         (
             lambda t: t.update(both("model.layers.9.self_attn.q_proj")),
             "'model.layers.9.self_attn.q_proj' is no layer of this model",
@@ -147,6 +157,31 @@ def test_scales_follow_the_first_pattern_that_matches(adapter: Path) -> None:
         "rank_pattern": {"o_proj": 4},
     }
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    config = read_peft_config(adapter)
-    found = [config.scale_of(f"model.layers.1.{name}") for name in ("q_proj", "xq_proj", "o_proj", "lm_head")]
-    assert found == pytest.approx([4 / 8**0.5, 8 / 8**0.5, 8 / 4**0.5, 16 / 8**0.5])
+    names = [f"model.layers.1.{name}" for name in ("q_proj", "xq_proj", "o_proj", "lm_head")]
+    found = read_peft_config(adapter).factors(names)
+    assert [found[name][0] for name in names] == [8, 8, 4, 8]
+    assert [found[name][1] for name in names] == pytest.approx([4 / 8**0.5, 8 / 8**0.5, 8 / 4**0.5, 16 / 8**0.5])
+
+
+def test_patterns_match_the_names_of_the_model_that_was_trained(adapter: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.layers", "model.language_model.layers")] = tensors.pop(name)
+
+    file = adapter / "adapter_config.json"
+    pattern = {"^model.language_model.layers.0.self_attn.q_proj": 80}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": pattern}))
+    changed(adapter, rename)
+    folder = PeftFolder(adapter)
+    assert folder.matrices("model.layers.0.self_attn.q_proj").scale == 10
+    assert folder.matrices("model.layers.1.self_attn.q_proj").scale == 1.5
+
+
+def test_a_pattern_that_would_match_for_ever_is_refused_in_time(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_config, "MATCH_S", 0.5)
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"(([a-z_0-9.]+)+)+!": 4}}))
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"alpha_pattern take more than 0\.5 s over the names of 2 modules"):
+        PeftFolder(adapter)
+    assert time.monotonic() - begun < 20
