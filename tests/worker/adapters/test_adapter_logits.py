@@ -18,6 +18,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.loader import load_model
 from allspan.worker.models.model import Model
 from allspan.worker.step.inputs import GroupInputs
+from support.family_files import save_family_gguf
 from support.family_rows import FAMILIES, save_family
 from support.peft_adapters import EVERY, merged, save_adapter
 from support.threads import ThreadWorld
@@ -116,6 +117,15 @@ def test_fused_turned_and_scaled_layers_take_adapters(name: str, tmp_path: Path)
     targets = (*EVERY, "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
     deltas = save_adapter(tmp_path / "one", model, 8, targets)
     found = on_ranks(tmp_path / "base", 2, [tmp_path / "one"], (0, -1))
+    assert relative_error(found[0], reference_logits(merged(model, deltas), IDS[0])) < 1e-4
+    assert relative_error(found[1], reference_logits(model, IDS[1])) < 1e-4
+
+
+def test_adapters_fit_a_gguf_file_whose_rows_lie_otherwise_in_layers_without_rotary(tmp_path: Path) -> None:
+    model = save_family(tmp_path / "base", FAMILIES["smollm3"])
+    save_family_gguf(tmp_path / "model.gguf", model, FAMILIES["smollm3"])
+    deltas = save_adapter(tmp_path / "one", model, 8, ("q_proj", "k_proj"))
+    found = on_ranks(tmp_path / "model.gguf", 2, [tmp_path / "one"], (0, -1))
     assert relative_error(found[0], reference_logits(merged(model, deltas), IDS[0])) < 1e-4
     assert relative_error(found[1], reference_logits(model, IDS[1])) < 1e-4
 

@@ -84,7 +84,7 @@ class Gqa:
             one_head = Axis(1, self.head_dim)
             axes = {"q": self.heads, "k": self.kv_heads} if self.norms_all_heads else {"q": one_head, "k": one_head}
             norms = tuple(
-                Vector(f"{prefix}{x}_norm.weight", axis, rotary_dim=self._rotary_dim) for x, axis in axes.items()
+                Vector(f"{prefix}{x}_norm.weight", axis, rotary_dim=self._paired_dim) for x, axis in axes.items()
             )
         sinks = (Vector(prefix + "sinks.weight", Axis(self.num_heads, 1, ATTENTION)),) if self.has_sinks else ()
         output = Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.output_bias)
@@ -183,8 +183,14 @@ class Gqa:
     def _rotary_dim(self) -> int:
         return 0 if self.rotary is None else self.rotary.rotary_dim or self.head_dim
 
+    @property
+    def _paired_dim(self) -> int:
+        """The elements of each head that a checkpoint may have in pairs side by side: without a rotary embedding all of
+        them, since converters reorder the rows of every layer. Attention would not see it; adapters of q and k do."""
+        return self._rotary_dim or self.head_dim
+
     def _qkv(self, prefix: str, hidden: Axis) -> Linear:
-        turned = self._rotary_dim
+        turned = self._paired_dim
         parts = (
             Part(prefix + "q", self.heads, turned),
             Part(prefix + "k", self.kv_heads, turned),
