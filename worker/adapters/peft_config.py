@@ -32,9 +32,10 @@ _UNSUPPORTED = {
     "use_bdlora": "block-diagonal matrices (BD-LoRA)",
     "alora_invocation_tokens": "adapters that begin within a prompt (aLoRA)",
     "arrow_config": "mixtures of adapters (Arrow)",
+    "kasa_config": "a base model without its smallest singular values (KaSA)",
 }
 """Keys that change what is computed, each with what it stands for; refused with any value that is not empty."""
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` of adapters that belong to a changed base model."""
 
 

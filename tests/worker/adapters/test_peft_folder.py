@@ -69,6 +69,8 @@ def changed(adapter: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' is not supported"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"r": 0}, "r must be a positive integer"),
         ({"lora_alpha": "a"}, "lora_alpha must be a positive number"),
