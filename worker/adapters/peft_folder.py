@@ -24,12 +24,11 @@ _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "mod
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The matrices of one module: x · aᵀ · bᵀ is added to its product. a [r, in], b [out, r], of which the product
-    still lacks the factor `scale`."""
+    """The matrices of one module: x · aᵀ · bᵀ is added to its product. a [r, in], b [out, r], with the factor that
+    the config says."""
 
     a: Tensor
     b: Tensor
-    scale: float
 
     @property
     def rank(self) -> int:
@@ -79,17 +78,20 @@ class PeftFolder:
         a, b, _ = self._modules[module]
         return self._tensors.shape(b)[0], self._tensors.shape(a)[1]
 
-    def matrices(self, module: str) -> LowRank:
-        """Reads a module's matrices, as float32. Raises CheckpointError for numbers that are not finite."""
+    def matrices(self, module: str, dtype: torch.dtype) -> LowRank:
+        """Reads a module's matrices. Raises CheckpointError for numbers that are not finite in this dtype."""
         a, b, scale = self._modules[module]
-        return LowRank(self._read(a), self._read(b), scale)
+        return LowRank(self._read(a, 1.0, dtype), self._read(b, scale, dtype))
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, scale: float, dtype: torch.dtype) -> Tensor:
         shape = self._tensors.shape(name)
-        out = torch.empty(shape)
-        self._tensors.read(name, [range(size) for size in shape], out)
+        read = torch.empty(shape)
+        self._tensors.read(name, [range(size) for size in shape], read)
+        out = read.mul_(scale).to(dtype)
         if not out.isfinite().all():
-            raise CheckpointError(f"{self.path}: tensor {name!r} has numbers that are not finite")
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r}, times {scale:g}, has numbers that are not finite in {dtype}"
+            )
         return out
 
     def _checked(self, module: str, names: Mapping[str, str], rank: int, scale: float) -> tuple[str, str, float]:
@@ -109,14 +111,14 @@ class PeftFolder:
 
 
 def _module(name: str) -> str:
-    """The name that a model of text alone has for the module."""
+    """The name that a model of text with a head has for the module."""
     return next((new + name[len(old) :] for old, new in _PREFIXES if name.startswith(old)), name)
 
 
 @dataclass(slots=True)
 class OutputRows:
-    """A checkpoint of b times its scale, under the names of the weights that are changed, so that rows are found as
-    those of the base model's weights are."""
+    """A checkpoint of b, under the names of the weights that are changed, so that rows are found as those of the base
+    model's weights are."""
 
     folder: PeftFolder
     matrices: Mapping[str, LowRank]
@@ -138,7 +140,7 @@ class OutputRows:
         out.zero_()
         if (found := self.matrices.get(name.removesuffix(".weight"))) is not None:
             own = found.b[rows.start : rows.stop : rows.step, columns.start : columns.stop]
-            out[:, : own.shape[1]] = own * found.scale
+            out[:, : own.shape[1]] = own
 
     def release(self) -> None:
         return

@@ -89,7 +89,7 @@ class AdapterSlots:
         folder = PeftFolder(path)
         self._check(folder)
         # Whole before anything is written: a number that is not finite is found while reading.
-        found = {module: folder.matrices(module) for module in folder.modules}
+        found = {module: folder.matrices(module, self._holding.dtype) for module in folder.modules}
         for layer in self._layers.values():
             self._fill(layer, slot, folder, found)
 
@@ -130,18 +130,18 @@ class AdapterSlots:
         holding, piece = self._holding, layer.piece
         name_a, name_b, name_ranks, _ = layer.tensors(self.num_slots)
         inputs = holding.shard.part(piece.inputs)
-        a = torch.zeros(layer.a.features, len(inputs))
+        a = torch.zeros(layer.a.features, len(inputs), dtype=holding.dtype)
         for number, part in enumerate(piece.parts):
             if (matrices := found.get(self._module(part.name))) is not None:
                 first = number * self._rank
                 a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
             self.tensors[name_ranks][slot, number] = 0 if matrices is None else matrices.rank
-        holding.packer.floats(a.to(holding.dtype), Target(layer.a, 0, 0, self.tensors[name_a][slot]))
+        holding.packer.floats(a, Target(layer.a, 0, 0, self.tensors[name_a][slot]))
         source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
         for number, outputs in enumerate(layer.parts):
-            rows = torch.zeros(outputs, self._rank)
+            rows = torch.zeros(outputs, self._rank, dtype=holding.dtype)
             source.floats(number, range(outputs), range(self._rank), rows)
-            put_rows(rows.to(holding.dtype), layer.parts, number, self.tensors[name_b][slot])
+            put_rows(rows, layer.parts, number, self.tensors[name_b][slot])
 
     def _module(self, part: str) -> str:
         """The name of the module of Hugging Face's model that has a part's weight."""

@@ -101,6 +101,7 @@ def test_a_config_that_would_not_be_computed_exactly_is_refused(
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(())}), "must be [r, in] and [out, r]"),
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 3)}), "is for a weight of shape [96, 3]"),
         (lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan), "numbers that are not finite"),
+        (lambda t: t[f"{Q}.lora_B.weight"].fill_(3e38), "times 1.5, has numbers that are not finite in torch.float32"),
         (
             lambda t: t.update(
                 {name.replace("model.layers", "language_model.model.layers"): t[name] * 2 for name in t}
@@ -174,9 +175,10 @@ def test_patterns_match_the_names_of_the_model_that_was_trained(adapter: Path) -
     pattern = {"^model.language_model.layers.0.self_attn.q_proj": 80}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": pattern}))
     changed(adapter, rename)
-    folder = PeftFolder(adapter)
-    assert folder.matrices("model.layers.0.self_attn.q_proj").scale == 10
-    assert folder.matrices("model.layers.1.self_attn.q_proj").scale == 1.5
+    folder, tensors = PeftFolder(adapter), load_file(adapter / "adapter_model.safetensors")
+    for layer, scale in ((0, 10), (1, 1.5)):
+        b = tensors[f"base_model.model.model.language_model.layers.{layer}.self_attn.q_proj.lora_B.weight"]
+        assert torch.equal(folder.matrices(f"model.layers.{layer}.self_attn.q_proj", torch.float32).b, scale * b)
 
 
 def test_a_pattern_that_would_match_for_ever_is_refused_in_time(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
