@@ -18,8 +18,15 @@ from allspan.worker.weights.tensor_folder import TensorFolder
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-"""Beginnings of modules of models of images and text, and the text model's own."""
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.layers.", "model.layers."),
+    ("language_model.", ""),
+    ("layers.", "model.layers."),
+)
+"""Beginnings of modules of models of images and text, and of models without a head, and those of a model of text with
+one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,22 @@ def test_patterns_match_the_names_of_the_model_that_was_trained(adapter: Path) -
         assert torch.equal(folder.matrices(f"model.layers.{layer}.self_attn.q_proj", torch.float32).b, scale * b)
 
 
+@pytest.mark.parametrize(
+    "beginning", ["model.", "model.language_model.", "language_model.model.", "language_model.", ""]
+)
+def test_modules_are_found_whichever_class_of_the_model_was_trained(
+    beginning: str, adapter: Path, base: tuple[Any, Path]
+) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.layers", f"{beginning}layers")] = tensors.pop(name)
+
+    changed(adapter, rename)
+    slots = slots_of(base[1])
+    slots.load(0, adapter)
+    assert any(tensor.any() for tensor in slots.tensors.values())
+
+
 def test_a_pattern_that_would_match_for_ever_is_refused_in_time(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft_config, "MATCH_S", 0.5)
     file = adapter / "adapter_config.json"
