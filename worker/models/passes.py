@@ -19,6 +19,7 @@ from allspan.worker.models.shard import split
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.profile import summed
 from allspan.worker.program.program import Program, Rows, with_fused_routers, with_fused_sums, with_whole_logits
 from allspan.worker.quant.base import LinearDelta
 from allspan.worker.step.backend import Backend, Executor
@@ -117,9 +118,8 @@ class Passes:
             each.steps.stop_profile()
 
     def profile(self) -> tuple[OpProfile, ...]:
-        """The time of each op since `start_profile`, the longest in total first, those of each pass apart."""
-        found = [op for each in self._all for op in each.steps.profile()]
-        return tuple(sorted(found, key=lambda op: op.total_ms, reverse=True))
+        """The time of each op since `start_profile`, in all passes together, the longest in total first."""
+        return summed(op for each in self._all for op in each.steps.profile())
 
     def _fused(self, program: Program) -> Program:
         """The program with ops that are several in one, as collectives and kernels have them."""

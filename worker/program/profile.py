@@ -77,3 +77,14 @@ def profiles(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[OpProfile,
         for name, (count, shortest, longest, total) in merged.items()
     ]
     return tuple(sorted(found, key=lambda profile: -profile.total_ms))
+
+
+def summed(found: Iterable[OpProfile]) -> tuple[OpProfile, ...]:
+    """Returns the profiles of several programs as those of one."""
+    return profiles(
+        (f"{op.op} {op.kernel}".rstrip(), op.count, _ns(op.min_ms), _ns(op.max_ms), _ns(op.total_ms)) for op in found
+    )
+
+
+def _ns(ms: float) -> int:
+    return round(1e6 * ms)

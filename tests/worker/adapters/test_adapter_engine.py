@@ -91,3 +91,15 @@ def test_an_adapter_that_is_not_there_is_refused_and_harms_no_other(adapted: Ada
 def test_an_adapter_that_cannot_be_loaded_is_named_when_the_engine_starts(adapted: Adapted) -> None:
     with pytest.raises(ConfigError, match=r"the adapter 'two' cannot be loaded: .*has rank 16, max_lora_rank is 8"):
         adapted.engine(max_lora_rank=8)
+
+
+def test_steps_with_adapters_and_without_are_timed_together(adapted: Adapted) -> None:
+    with adapted.engine() as engine:
+        engine.start_profile()
+        for name in NAMES:
+            engine.generate([PROMPT], GREEDY, RequestOptions(adapter=name))
+        engine.stop_profile()
+        found = engine.op_profile()
+    assert len({(op.op, op.kernel) for op in found}) == len(found)
+    assert sum(op.share for op in found) == pytest.approx(1.0)
+    assert all(op.count and op.min_ms > 0 for op in found)
