@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from allspan.protos.api.adapters import AdapterModule
@@ -28,6 +29,18 @@ def bytes_of_adapters(holding: Holding, config: AdapterConfig, device: str) -> i
     return 0 if slots is None else slots.num_bytes
 
 
+def check_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
+    """Returns `bytes_of_adapters`. Raises ConfigError as `open_adapters` does, but for numbers that are not finite:
+    before the model's weights are read, which may take long."""
+    slots = _slots(holding, config, device)
+    if slots is None:
+        return 0
+    for module in parse_modules(config):
+        with _named(module):
+            slots.check(_folder(module))
+    return slots.num_bytes
+
+
 def open_adapters(model: Model, config: AdapterConfig, device: str) -> None:
     """Reads adapter i of the list into slot i, and has the model's requests take them. Raises ConfigError as
     `bytes_of_adapters` does, and for an adapter that cannot be read, naming it."""
@@ -36,7 +49,9 @@ def open_adapters(model: Model, config: AdapterConfig, device: str) -> None:
         return
     begun, modules = time.monotonic(), parse_modules(config)
     slots.allocate(device)
-    _load(slots, modules)
+    for slot, module in enumerate(modules):
+        with _named(module):
+            slots.load(slot, _folder(module))
     model.add_adapters(slots)
     logger.info(
         "adapters: %s of rank up to %d, %.1f MiB, read in %.1f s",
@@ -61,9 +76,14 @@ def _slots(holding: Holding, config: AdapterConfig, device: str) -> AdapterSlots
     return AdapterSlots(holding, len(modules), config.max_lora_rank)
 
 
-def _load(slots: AdapterSlots, modules: Sequence[AdapterModule]) -> None:
-    for slot, module in enumerate(modules):
-        try:
-            slots.load(slot, Path(module.path))
-        except CheckpointError as error:
-            raise ConfigError(f"lora_modules: the adapter {module.name!r} cannot be loaded: {error}") from error
+@contextmanager
+def _named(module: AdapterModule) -> Iterator[None]:
+    """Has errors of a folder name the adapter."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(f"lora_modules: the adapter {module.name!r} cannot be loaded: {error}") from error
+
+
+def _folder(module: AdapterModule) -> Path:
+    return Path(module.path).expanduser()

@@ -83,11 +83,17 @@ class AdapterSlots:
             ends = torch.tensor(layer.parts, dtype=torch.int32).cumsum(0)
             self.tensors[f"{layer.piece.name}.adapter_ends"].copy_(ends)
 
-    def load(self, slot: int, path: Path) -> None:
-        """Reads a folder of PEFT's into a slot. Raises CheckpointError for an adapter of another model, for one that is
-        not supported, and for a higher rank than slots have; then the slot is as before."""
+    def check(self, path: Path) -> PeftFolder:
+        """Opens a folder of PEFT's. Raises CheckpointError for an adapter of another model, for one that is not
+        supported, and for a higher rank than slots have."""
         folder = PeftFolder(path)
         self._check(folder)
+        return folder
+
+    def load(self, slot: int, path: Path) -> None:
+        """Reads a folder of PEFT's into a slot. Raises CheckpointError as `check` does, and for numbers that are not
+        finite; then the slot is as before."""
+        folder = self.check(path)
         # Whole before anything is written: a number that is not finite is found while reading.
         found = {module: folder.matrices(module, self._holding.dtype) for module in folder.modules}
         for layer in self._layers.values():
@@ -164,7 +170,8 @@ class AdapterSlots:
             if module not in self._shapes:
                 raise CheckpointError(
                     f"{folder.path}: {module!r} is no layer of this model that an adapter may change: those are linear "
-                    "layers of attention and MLP, not embeddings, routers and experts"
+                    "layers of attention and MLP and a head of its own, not embeddings, heads that are tied to them, "
+                    "routers and experts"
                 )
             if (actual := folder.shape(module)) != self._shapes[module]:
                 raise CheckpointError(

@@ -20,7 +20,7 @@ from allspan.protos.api.wording import counted
 from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.text.model_defaults import generation_defaults
-from allspan.worker.adapters.opening import bytes_of_adapters, open_adapters
+from allspan.worker.adapters.opening import check_adapters, open_adapters
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import CacheDemand, Room, check_weights_fit, group_demands, num_kv_pages
 from allspan.worker.cache.kv import KVCache
@@ -80,7 +80,7 @@ def load_engine(
 
     def check_room(prepared: Prepared) -> None:
         _check_placements(prepared.holding, world)
-        adapter_bytes = bytes_of_adapters(prepared.holding, config.adapters, tensors)
+        adapter_bytes = check_adapters(prepared.holding, config.adapters, tensors)
         _check_room(config, prepared, adapter_bytes, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 

@@ -11,6 +11,7 @@ import torch
 from allspan import Engine, SamplingParams
 from allspan.protos.api.errors import AdapterNotFound, ConfigError
 from allspan.protos.api.options import RequestOptions
+from allspan.worker.models.holding import Holding
 from support.peft_adapters import merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 
@@ -88,9 +89,19 @@ def test_an_adapter_that_is_not_there_is_refused_and_harms_no_other(adapted: Ada
     assert done.token_ids == adapted.tokens("one", PROMPT)
 
 
-def test_an_adapter_that_cannot_be_loaded_is_named_when_the_engine_starts(adapted: Adapted) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_named_before_weights_are_read(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Holding, "read", lambda *_: pytest.fail("the weights are read"))
     with pytest.raises(ConfigError, match=r"the adapter 'two' cannot be loaded: .*has rank 16, max_lora_rank is 8"):
         adapted.engine(max_lora_rank=8)
+
+
+def test_a_path_may_begin_with_the_home_folder(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(adapted.folder))
+    with Engine(adapted.folder / "base", lora_modules=["one=~/one"], max_model_len=64, threads=1) as engine:
+        (done,) = engine.generate([PROMPT], GREEDY, RequestOptions(adapter="one"))
+    assert done.token_ids == adapted.tokens("one", PROMPT)
 
 
 def test_steps_with_adapters_and_without_are_timed_together(adapted: Adapted) -> None:
