@@ -26,7 +26,7 @@ from allspan.launch.placement.placement import Placement
 from allspan.launch.settings import ServeSettings, add_flags, serve_parser, serve_settings
 from allspan.protos.api.errors import DeadlineExceeded, InternalError, from_code
 from allspan.protos.api.wording import counted
-from allspan.protos.config.adapters import checked_adapters
+from allspan.protos.config.adapters import checked_adapters, parse_modules
 from allspan.protos.config.flags import Parser, build
 from allspan.protos.config.installed import require_ranks
 from allspan.protos.config.settings import ServiceConfig, WorkerConfig
@@ -51,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
     settings = with_its_ranks(serve_settings(namespace))
     settings = replace(settings, adapters=checked_adapters(settings.adapters, settings.served_model_name))
     model = resolve_model(settings.model, settings.hub)
+    parse_modules(settings.adapters, (model.name,))
     check_stages(model.path, settings.placement.stages)
     with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
         placement, facts = bound.placement, fleet.facts if fleet else {}

@@ -21,6 +21,7 @@ from allspan.launch.placement.placement import Placement
 from allspan.launch.serve import parallel_config
 from allspan.launch.settings import serve_parser, serve_settings
 from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.adapters import FILES
 from allspan.protos.config.home import home
 from support.byte_model import save_byte_model
 
@@ -73,6 +74,15 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(folder: Path, argv: list[str
     assert len(lines) == 1, run.stderr
     assert all(word in lines[0] for word in words), lines[0]
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_an_adapter_may_not_have_the_models_own_name(command: str, folder: Path) -> None:
+    for file in FILES:
+        (folder / file).touch()
+    run = allspan(command, str(folder), "--lora-modules", f"MODEL={folder}", *(["--port", "0"] * (command == "serve")))
+    assert run.returncode == 2, run.stderr
+    assert "'MODEL', which is the model's own name" in run.stderr.splitlines()[-1]
 
 
 def test_a_busy_port_is_named_before_anything_loads(folder: Path) -> None:
