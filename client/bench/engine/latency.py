@@ -143,7 +143,8 @@ async def one_round(
     options: Sequence[RequestOptions] = (),
 ) -> Round:
     """Sends all prompts at once, with options for each where there are any, and reads each to its last token."""
-    started, each = time.perf_counter(), options or [None] * len(prompts)
+    each: Sequence[RequestOptions | None] = options or [None] * len(prompts)
+    started = time.perf_counter()
     asked = (ask(engine, prompt, params, own) for prompt, own in zip(prompts, each, strict=True))
     answers = await asyncio.gather(*asked)
     return round_from(started, [answer.arrivals for answer in answers])
