@@ -6,7 +6,9 @@
 namespace allspan {
 namespace {
 
-constexpr int64_t kBlockRows = 256;  // whose x stays in the first-level cache
+constexpr int64_t kBlockRows = 252;  // of an item, whose x stays in the first-level cache; a multiple of the next
+constexpr int64_t kTileRows = 12;    // a multiple of what kernels take at once
+constexpr int64_t kItemPanels = 16;  // whose columns of a row are read and written as one stretch of memory
 
 // A panel of one part of the product, and its columns of out.
 struct Panel {
@@ -62,14 +64,21 @@ void add_adapters(Worker& worker, const AdapterArgs& a) {
   });
   const int64_t bytes = (a.type == Type::kFloat32 ? 4 : 2) * a.rank * kAdapterColumns;
   const int64_t width = a.ends[a.parts - 1], count = static_cast<int64_t>(panels.size());
-  worker.stretch(static_cast<int64_t>(blocks.size()) * count, 8, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin) {
-      const Block& block = blocks[begin / count];
-      const Panel& panel = panels[begin % count];
-      a.kernels->add_adapter({a.x + panel.part * a.rank, a.parts * a.rank,
-                              a.weight + (block.place * a.panels + begin % count) * bytes, a.type,
-                              a.ranks[block.place * a.parts + panel.part], a.out + panel.first, width, panel.count,
-                              a.routing.slots + block.begin, block.end - block.begin});
+  const auto add = [&](const Block& block, int64_t first, int64_t last) {
+    for (int64_t row = block.begin; row < block.end; row += kTileRows)
+      for (int64_t p = first; p < last; ++p) {
+        const Panel& panel = panels[p];
+        a.kernels->add_adapter({a.x + panel.part * a.rank, a.parts * a.rank,
+                                a.weight + (block.place * a.panels + p) * bytes, a.type,
+                                a.ranks[block.place * a.parts + panel.part], a.out + panel.first, width, panel.count,
+                                a.routing.slots + row, std::min(kTileRows, block.end - row)});
+      }
+  };
+  worker.stretch(static_cast<int64_t>(blocks.size()) * count, kItemPanels, [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      const int64_t block = begin / count, first = block * count;
+      stop = std::min(end, first + count);
+      add(blocks[block], begin - first, stop - first);
     }
   });
 }
