@@ -254,7 +254,7 @@ def strange_groups(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch
         (lambda w: ({"weight": w}, w), FP8_BLOCKS, r"names weights quantised by 'fp8', and .* has none"),
         (lambda w: fp8_of_blocks(w, 64), FP8_BLOCKS, r"'model.layers.0.mlp.*scales are neither .* of \(128, 128\)"),
         (lambda w: ({"weight": w.to(torch.uint8), "weight_scale": w[0, 0]}, w), FP8_BLOCKS, r"weights are torch.uint8"),
-        (lambda w: ({"qweight": w, "scales": w.clone()}, w), AWQ, r"it has no 'qzeros'"),
+        (lambda w: ({"qweight": w.int(), "scales": w.clone()}, w), AWQ, r"it has no 'qzeros'"),
         (partial(awq, Whole(4, 32)), AWQ | {"version": "gemv"}, r"AWQ with 4 bits in version 'gemv' is not supported"),
         (partial(gptq, Whole(2, 32)), gptq_config(Whole(2, 32)), r"codes of 2 bits are not supported \(4, 8\)"),
         (partial(gptq, Whole(4, 32)), gptq_config(Whole(4, 64)), r"288 inputs do not have 9 groups of \[64\]"),

