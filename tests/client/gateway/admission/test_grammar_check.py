@@ -13,7 +13,7 @@ import pytest
 
 from allspan.client.gateway.admission.grammar_check import GrammarCheck
 from allspan.client.gateway.config import LimitsConfig
-from allspan.protos.api.errors import InternalError
+from allspan.protos.api.errors import InternalError, InvalidRequest
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.text.helper_process import ATTEMPTS, HelperProcess
 from support.chat_tokenizer import VOCAB_SIZE, chat_tokenizer
@@ -66,6 +66,15 @@ async def test_a_child_that_does_not_start_is_started_again_a_few_times(
             with pytest.raises(InternalError, match=f"at {ATTEMPTS} starts"):
                 await check.check(Grammar("regex", "a"), "guided_regex")
             assert len(started) == ATTEMPTS
+    finally:
+        await check.close()
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_with_its_limit() -> None:
+    check = GrammarCheck(chat_tokenizer(), VOCAB_SIZE, LimitsConfig(grammar_timeout=0.1, max_grammar_bytes=262144))
+    try:
+        with pytest.raises(InvalidRequest, match=r"was not compiled within 0\.1 s \(--grammar-timeout\)"):
+            await check.check(Grammar("regex", "a?" * 120_000), "guided_regex")
     finally:
         await check.close()
 
