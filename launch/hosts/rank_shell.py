@@ -97,6 +97,8 @@ def start(command: Sequence[str], output: int) -> int:
     """Returns the rank's process number."""
     own = os.getpid()
     if pid := os.fork():
+        with contextlib.suppress(OSError):  # it did so itself: a signal may be passed on before or after
+            os.setpgid(pid, pid)
         return pid
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
