@@ -1,8 +1,9 @@
-"""The experts of one layer, of Qwen3-30B-A3B's shape and of gpt-oss-120b's, beside torch's grouped product with
-bfloat16 weights; and the choice of experts."""
+"""The experts of one layer, of Qwen3-30B-A3B's shape and of gpt-oss-120b's, beside torch's grouped product and Triton's
+kernel with bfloat16 weights (and with e4m3 ones for fp8); and the choice of experts."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,7 +119,12 @@ def build(shape: Shape, device: str) -> Built:
 
     num_bytes = int(touched * shape.expert_bytes) + x.nbytes + out.nbytes
     flops = 6 * shape.rows * shape.chosen * shape.hidden * shape.width
-    peers = {"torch grouped_mm bf16": partial(_grouped, shape, x, routings)}
+    peers = {
+        "torch grouped_mm bf16": partial(_grouped, shape, x, routings),
+        "Triton fused_moe bf16": partial(_triton, shape, x, routings, torch.bfloat16),
+    }
+    if shape.kind == "fp8":
+        peers["Triton fused_moe fp8"] = partial(_triton, shape, x, routings, torch.float8_e4m3fn)
     return Built({"allspan": ours}, check, sets, num_bytes, flops, peers)
 
 
@@ -139,6 +145,15 @@ def _grouped(shape: Shape, x: Tensor, routings: list[Routing[Tensor]]) -> Launch
         return out
 
     launch(0)
+    return launch
+
+
+def _triton(shape: Shape, x: Tensor, routings: list[Routing[Tensor]], dtype: torch.dtype) -> Launch:
+    """Triton's kernel over random weights of this type. Rows of e4m3 have no scale: what takes time does not change."""
+    found: Any = importlib.import_module("allspan.kernels.bench.triton_experts")
+    sizes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
+    up, down = (torch.randn(e, n, k, dtype=torch.bfloat16, device=x.device) / k**0.5 for e, n, k in sizes)
+    launch: Launch = found.fused_moe(x.to(dtype), up.to(dtype), down.to(dtype), routings)
     return launch
 
 
