@@ -73,6 +73,6 @@ for case in "$@"; do
   esac
   [ "$format" != bf16 ] || format=none
   bench latency "$out/$case-latency.json" --batches "$batches"
-  [ -z "${TRACE:-}" ] || bench serve "$out/$case-serve.json" --backend openai --dataset-name trace \
+  [ -z "${TRACE:-}" ] || bench serve "$out/$case-serve.json" --backend grpc --dataset-name trace \
     --dataset-path "$TRACE" --num-prompts 600 --trace-speedup inf
 done

@@ -212,6 +212,8 @@ def test_products_are_those_of_each_token_and_expert(name: str, group: int, devi
     offset = 32 if group or name == "fp8_block" else 0
     down = Experts(spec_of(name, group, (hidden,), 248, offset), places, device)
     for kind, rows in ROUTINGS:
+        if device == "cuda" and up.spec.kind.is_e4m3 and rows > 9:
+            continue  # x becomes e4m3, too: test_grouped_sm90.py
         routing = some_routing(kind, rows, top_k, places, device)
         activation = "silu" if rows % 2 else "clamped_swiglu"
         generator = torch.Generator().manual_seed(rows)

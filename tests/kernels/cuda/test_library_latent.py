@@ -96,6 +96,7 @@ def test_queries_of_16_bits_have_outputs_of_16_bits_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", NATIVE])
 def test_two_views_of_one_cache_are_that_cache(backend: str, device: str) -> None:
+    device = device if backend == "cuda" else "cpu"
     step = Step(COUNTS["decodes"], 4, BF16, BF16, device)
     wrapper, both = step.planned(False, backend), step.cache[:, 0]
     whole = wrapper.run(*step.q, step.cache)
