@@ -103,7 +103,7 @@ def check_rows(saved: Saved, ranks: int, groups: int) -> None:
     for rank in range(ranks):
         prepared = prepare(config, CacheConfig(), rank, ranks)
         holding = prepared.holding
-        tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu:0")  # as of a GPU: by several threads
+        tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
         assert isinstance(holding.method, PackedMethod)
         for piece in layout(holding.spec):
             if not isinstance(piece, Linear) or piece.experts is None:

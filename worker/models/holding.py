@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,8 +35,6 @@ _EXACT = Exact()
 _NAMINGS = "gguf", "hugging_face"
 _ALIGNMENT = 128
 """Bytes: of a pair of cache lines, which the processor fetches together."""
-_READERS = 4
-"""Pieces of a GPU that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +187,14 @@ class Holding:
         held: dict[str, Tensor] = {}
         if into is None and device == HOST:
             into = self._memory()
-        for tensors in self._filled(checkpoint, device, into):
+        for piece in self.pieces:
+            declared = self.tensors(piece)
+            tensors: dict[str, Tensor] = {}
+            for name, t in declared.items():
+                place = self._place(t, device)
+                is_there = into is not None and into[name].device.type == place
+                tensors[name] = into[name] if into and is_there else torch.zeros(t.shape, dtype=t.dtype, device=place)
+            self._fill(piece, checkpoint, tensors)
             checkpoint.release()
             done += sum(tensor.nbytes for tensor in tensors.values())
             for name, tensor in tensors.items():
@@ -201,37 +203,6 @@ class Holding:
             if on_progress is not None:
                 on_progress(done, total)
         return held
-
-    def _filled(
-        self, checkpoint: Checkpoint, device: str, into: Mapping[str, Tensor] | None
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yields every piece's tensors, in order. Those of a GPU are read by several threads, each a piece, as one
-        thread copies more slowly than a file's pages and a GPU's bus can be had."""
-
-        def filled(piece: Piece) -> dict[str, Tensor]:
-            tensors = {name: self._empty(name, held, device, into) for name, held in self.tensors(piece).items()}
-            self._fill(piece, checkpoint, tensors)
-            return tensors
-
-        if device == HOST:
-            yield from map(filled, self.pieces)
-            return
-        readers = min(_READERS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(readers, "weights") as pool:
-            ahead: deque[Future[dict[str, Tensor]]] = deque()
-            for piece in self.pieces:
-                ahead.append(pool.submit(filled, piece))
-                if len(ahead) > readers:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-
-    def _empty(self, name: str, held: HeldTensor, device: str, into: Mapping[str, Tensor] | None) -> Tensor:
-        """Where a tensor is filled: that of `into`, or a new one of zeros."""
-        place = self._place(held, device)
-        if into is not None and into[name].device.type == place:
-            return into[name]
-        return torch.zeros(held.shape, dtype=held.dtype, device=place)
 
     def _place(self, tensor: HeldTensor, device: str) -> str:
         """Where a tensor is filled: packed rows on the device itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,7 @@ class QuantisedFolder:
                     f"{self._folder.where(name)}: tensor {name!r} has dtype {self._folder.dtype(name)}, and there are "
                     f"no scales for it ({', '.join(mark for mark in MARKS if 'scale' in mark)})"
                 )
-        self._near = threading.local()
-        """The matrix that a thread reads, by name and device."""
+        self._near: tuple[str, torch.device, QuantisedMatrix] | None = None
         if not self._matrices:
             raise CheckpointError(
                 f"{source} names weights quantised by {config.get('quant_method')!r}, and {folder} has none "
@@ -120,17 +118,16 @@ class QuantisedFolder:
             out.copy_(matrix.floats(range(first + rows.start, first + rows.stop), inputs)[:: rows.step])
 
     def fields(self, name: str, rows: range, inputs: range, device: torch.device) -> dict[str, Tensor]:
-        near = self._near
-        if getattr(near, "key", None) != (name, device):  # rows come in pieces, matrix after matrix
-            near.key, near.matrix = (name, device), self._matrices[name].to(device)
-        fields = near.matrix.fields(range(rows.start, rows.stop), inputs)
+        if self._near is None or self._near[:2] != (name, device):  # rows come in pieces, matrix after matrix
+            self._near = name, device, self._matrices[name].to(device)
+        fields = self._near[2].fields(range(rows.start, rows.stop), inputs)
         return {field: values[:: rows.step] for field, values in fields.items()}
 
     def order(self, name: str, expert: int) -> Tensor:
         return self._matrices[name].order(expert)
 
     def release(self) -> None:
-        self._near = threading.local()
+        self._near = None
         self._folder.release()
 
     def _matrix(self, stem: str, tensors: Mapping[str, str]) -> QuantisedMatrix:

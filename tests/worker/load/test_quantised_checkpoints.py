@@ -82,7 +82,7 @@ def weights_of(folder: Path, rank: int, size: int) -> dict[str, tuple[str, Tenso
     float64."""
     prepared = prepare(ModelConfig(str(folder), "tiny", dtype="bfloat16"), CacheConfig(), rank, size)
     holding = prepared.holding
-    tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu:0")  # as of a GPU: by several threads
+    tensors = holding.read(open_checkpoint(prepared.source, "auto"), "cpu")
     method, found = holding.method, {}
     assert isinstance(method, PackedMethod)
     for piece in layout(holding.spec):
