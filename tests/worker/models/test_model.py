@@ -20,7 +20,7 @@ from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.load.loader import load_model, open_ops, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.model import Model
-from allspan.worker.program.program import Named, ProgramBuilder, Rows
+from allspan.worker.program.program import Buffer, Named, ProgramBuilder, Rows, Slot
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf
 from support.tiny_models import logits_on_ranks, prefill, prompt, relative_error, save_tiny, step_inputs
@@ -124,6 +124,17 @@ def test_two_ranks_have_two_collectives_a_layer_and_one_for_the_embedding(tmp_pa
         program = build_decoder(prepare(config, CacheConfig(), 0, size).holding).program
         counts.append(sum(op.name == "all_reduce" for op in program.ops))
     assert counts == [0, 1 + 2 * 2]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_products_are_added_to_float32_alone(size: int, tmp_path: Path) -> None:
+    """GPUs have no kernels that add to activations of 16 bits, in which ranks sum up what experts make."""
+    save_tiny(tmp_path, "deepseek_v2", first_k_dense_replace=1)
+    program = build_decoder(prepare(ModelConfig(str(tmp_path), "tiny"), CacheConfig(), 0, size).holding).program
+    added = [op.arguments[-1] for op in program.ops if op.name == "packed_linear_add"]
+    buffers = [program.slots[slot.index] for slot in added if isinstance(slot, Slot)]
+    assert all(isinstance(buffer, Buffer) and buffer.is_exact for buffer in buffers)
+    assert len(buffers) == len(added) == (4 if size == 1 else 0)
 
 
 def test_biases_behind_a_split_input_are_held_by_rank_zero_only(tmp_path: Path) -> None:

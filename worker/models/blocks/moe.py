@@ -77,9 +77,9 @@ class Moe:
         shared = None if self.shared is None else self._shared(sub, x, self.shared)
         out = sub.target(sums_ranks=True)
         adds = out == sub.stream.residual
-        sub.experts("expert_down").sum(chosen, routing, adds, out)
-        if shared is not None:
-            sub.linear("shared_down", shared, out, Epilogue.ADD)
+        if shared is not None:  # first: a product is added to float32 alone, the sum of experts to 16 bits, too
+            sub.linear("shared_down", shared, out, Epilogue.ADD if adds else Epilogue.STORE)
+        sub.experts("expert_down").sum(chosen, routing, adds or shared is not None, out)
         if not adds:
             sub.add(sums_ranks=True)
 
