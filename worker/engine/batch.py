@@ -154,7 +154,7 @@ class Batch:
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
-        inputs = self.buffers.fill(values | self._attention_values(rows, counts, values), common)
+        inputs = self.buffers.fill(values | self._attention_values(rows, counts, values), common, len(rows))
         if self._has_adapters and (adapters := state.adapters[rows]).max() >= 0:
             inputs.adapters = torch.from_numpy(np.repeat(adapters, counts))
         if state.embeddings:

@@ -204,7 +204,9 @@ def load_model(
     begun = time.monotonic()
     tensors = weights.read(backend.capabilities.tensors, on_progress)
     logger.info("weights: %.2f GiB read in %.1f s", prepared.weight_bytes / 2**30, time.monotonic() - begun)
-    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, not config.disable_cascade_attn)
+    # Page numbers of requests of other attention ranks say nothing here of what requests share.
+    uses_cascades = not (config.disable_cascade_attn or attends_apart(config, collectives.size))
+    limits = ModelLimits(max_tokens, max_requests, prepared.max_model_len, uses_cascades)
     return Model(holding, tensors, prepared.cache_groups, limits, ops, collectives, backend)
 
 

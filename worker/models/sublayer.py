@@ -94,7 +94,7 @@ class Sublayer:
         if self.stream.rows is Rows.LOGITS:
             return self.program.input("logits_rows", Rows.LOGITS)
         has_slots = self._builder.attention_rows is Rows.TOKENS
-        return self.slots if has_slots else self.program.input("ids")  # then no step is padded
+        return self.slots if has_slots else self.program.input("ids")  # padding has none where ranks attend apart
 
     def piece(self, name: str) -> Linear:
         """A linear layer of the block."""

@@ -80,7 +80,7 @@ class StepInputs:
     """
 
     ids: Tensor
-    """[n] token ids."""
+    """[n] token ids; where a rank attends for its own requests alone, those of padding are -1."""
     positions: Tensor
     """[n]: the index of each token in its request, and in front of it the rows of the rotary tables before that of the
     request (`RowInputs.prompt_lengths`)."""
@@ -97,7 +97,7 @@ class StepInputs:
     logits_rows: Tensor
     """[m]: which of the n tokens."""
     num_decodes: int = 0
-    """On a GPU the requests with one new token come first: so many."""
+    """On a GPU the requests with one new token come first: so many, of those that the rank attends for."""
     tiles: Tensor | None = None
     """On a GPU [tiles, ...]: how the new tokens of the others are cut (`kernels/cuda/attention/prefill.py`). A tile
     of request -1 is none."""
@@ -141,9 +141,9 @@ class StepInputs:
         )
 
     @property
-    def place(self) -> tuple[int, bool, bool]:
+    def place(self) -> tuple[int, int, bool, bool]:
         """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
-        return self.bucket, self.decode_rows is not None, self.shared is not None
+        return self.bucket, self.positions.shape[0], self.decode_rows is not None, self.shared is not None
 
 
 class StepMetadata(Protocol):
@@ -162,8 +162,11 @@ class InputBuffers(Protocol):
     runs_ahead: bool
     """Steps run beside the host, so that the next one may be launched before the tokens of this one are known."""
 
-    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
-        """All of `StepInputs`' tensors by name. `common`, in a step of decodes: see `SharedPages.of`."""
+    def fill(
+        self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
+    ) -> StepInputs:
+        """All of `StepInputs`' tensors by name. `common`, in a step of decodes: see `SharedPages.of`. `num_requests` of
+        the step, those of other attention ranks among them; None: there are no others."""
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""

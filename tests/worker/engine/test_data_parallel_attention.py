@@ -24,6 +24,7 @@ from allspan.protos.config.settings import (
     ServiceConfig,
     WorkerConfig,
 )
+from allspan.worker.backend.cpu.backend import CpuBackend
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.tiers import Tiers
 from allspan.worker.engine.core import EngineCore
@@ -37,6 +38,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.row_inputs import PromptEmbeddings, PromptPositions
 from support.cores import Collected, request, step_until_idle
+from support.emulator.backend import add_device
 from support.prompt_positions import picture, save_sectioned
 from support.threads import ThreadWorld
 from support.tiny_models import prompt, save_tiny
@@ -198,19 +200,24 @@ def test_each_request_gets_the_same_bits_alone_and_among_others(folder: Path, mo
     assert counters.pages_used == 0
 
 
+class WithoutOwnRows(CpuBackend):
+    capabilities = replace(CpuBackend.capabilities, has_own_rows=False)
+
+
 @pytest.mark.parametrize(
-    ("changes", "size", "stages", "message"),
+    ("device", "stages", "message"),
     [
-        ({"device": "cuda"}, 2, 1, "device 'cuda' has no steps in which ranks attend for rows of their own"),
-        ({}, 2, 2, "is for one stage, pipeline_parallel_size is 2"),
+        ("other", 1, "device 'other' has no steps in which ranks attend for rows of their own"),
+        ("cpu", 2, "is for one stage, pipeline_parallel_size is 2"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_by_name(
-    folder: Path, changes: dict[str, Any], size: int, stages: int, message: str
+    folder: Path, device: str, stages: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(config(folder, 2**20).model, **changes)
+    add_device(monkeypatch, "other", WithoutOwnRows)
+    settings = replace(config(folder, 2**20).model, device=device)
     with pytest.raises(ConfigError, match=message):
-        prepare(settings, CacheConfig(), 0, size, Place(0, stages))
+        prepare(settings, CacheConfig(), 0, 2, Place(0, stages))
     assert prepare(settings, CacheConfig(), 0, 1, Place(0, stages)).holding.shard.attends_apart is False
 
 

@@ -54,7 +54,9 @@ class StepBuffers:
         self._changing: Ints = rows.numpy()
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
 
-    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
+    def fill(
+        self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
+    ) -> StepInputs:
         """See `allspan.worker.step.inputs.InputBuffers`."""
         views: dict[str, Any] = {}
         for name, value in values.items():

@@ -61,7 +61,7 @@ class CudaMetadata:
         elif count:
             decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
-            prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.ids), self.plan_tiles.group)
+            prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.positions), self.plan_tiles.group)
         return StepAttention(decodes, prefills, self._scores, self._workspace, continues=inputs.continues)
 
 

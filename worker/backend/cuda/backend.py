@@ -52,7 +52,9 @@ _SUMS = {"nccl": "by NCCL", "staged": "through the host's memory"}
 class CudaBackend:
     """See `allspan.worker.step.backend.Backend`."""
 
-    capabilities = Capabilities(tensors="cuda", has_own_memory=True, gives_memory_back=True, row_dtypes=_HALVES)
+    capabilities = Capabilities(
+        tensors="cuda", has_own_memory=True, gives_memory_back=True, has_own_rows=True, row_dtypes=_HALVES
+    )
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._waiter = EventWaiter(timeout_s)

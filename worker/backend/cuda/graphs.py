@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from allspan.worker.backend.cuda.event_wait import EventWaiter
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.step_layout import chunk_buckets
 from allspan.worker.cache.tiers import HostPages
-from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.model import DeviceModel, Recording
 
 logger = logging.getLogger(__name__)
@@ -85,13 +84,16 @@ class CudaSteps:
             return
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         buffers.chunks = chunk_buckets(buffers.max_tokens)
-        for inputs in padded_steps(buffers):
+        count = 0
+        for inputs in buffers.paddings():
             self._model.capture(inputs, record)
+            count += 1
             self._beat()
         torch.cuda.synchronize()
         logger.info(
-            "captured decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) and steps with "
-            "prompts of %d (to %d tokens) in %.1f s, %.2f GiB",
+            "captured %d steps: decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) and steps "
+            "with prompts of %d (to %d tokens) in %.1f s, %.2f GiB",
+            count,
             len(buffers.buckets),
             buffers.buckets[-1],
             len(buffers.shared_rows.buckets),
@@ -100,12 +102,3 @@ class CudaSteps:
             time.monotonic() - started,
             max(0, free - torch.cuda.mem_get_info()[0]) / 2**30,
         )
-
-
-def padded_steps(buffers: DeviceBuffers) -> Iterator[StepInputs]:
-    """All to which steps are padded, what needs most memory first."""
-    for chunk in reversed(buffers.chunks):
-        yield buffers.chunk_padding(chunk)
-    for bucket in reversed(buffers.buckets):
-        for is_shared in (False, True) if bucket in buffers.shared_rows.buckets else (False,):
-            yield buffers.padding(bucket, is_shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.backend.cuda.pinned_buffer import PinnedBuffer
 from allspan.worker.backend.cuda.shared_rows import SharedRows
-from allspan.worker.backend.cuda.step_layout import InputNames, StepLayout, aligned, decode_buckets
+from allspan.worker.backend.cuda.step_layout import InputNames, StepLayout, aligned, decode_buckets, own_buckets
 from allspan.worker.backend.cuda.streams import Stream
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.step.buffer_sizes import BatchSizes
@@ -28,9 +29,12 @@ class DeviceBuffers:
     """Fills step inputs on the host and copies them over at once.
 
     Rows that decode must come first. Steps of nothing else are padded to a bucket, and lie where every step of that
-    bucket lies: `padding` gives the same inputs without any request, to capture a graph with. Padding rows have no
-    tokens in the cache and the slot -1. Steps with prompts are padded likewise (`chunk_padding`), if they are no larger
-    than the largest of `chunks`.
+    bucket lies: `paddings` gives the same inputs without any request, to capture a graph with. Padding rows have no
+    tokens in the cache and the slot -1. Steps with prompts are padded likewise, if they are no larger than the largest
+    of `chunks`.
+
+    Where ranks attend for requests of their own, a step has the same bucket on all of them, and the tokens of own
+    requests are padded to one of the bucket's `owns`.
     """
 
     runs_ahead = True
@@ -49,7 +53,7 @@ class DeviceBuffers:
         """`rule` None: what decodes share is not looked at. `stream`: where copies to the device are queued; None: they
         are done at once."""
         self._sizes = sizes
-        self._names = InputNames(sizes.lifetimes, sizes.num_positions)
+        self._names = InputNames(sizes)
         self._plan_tiles = plan_tiles
         self.buckets = decode_buckets(sizes.max_rows)
         self.shared_rows = SharedRows(rule, self.buckets, sizes.page_size)
@@ -57,27 +61,34 @@ class DeviceBuffers:
         self.chunks: tuple[int, ...] = ()
         """Tokens that steps with prompts are padded to. None at first: without a graph padding is a loss."""
         self._buffer = PinnedBuffer(self._capacity(), device, stream, waiter)
-        self._padded: dict[tuple[int, bool], tuple[StepLayout, StepInputs]] = {}
-        self._chunked: dict[int, tuple[StepLayout, StepInputs]] = {}
+        self._padded: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
+        self._chunked: dict[tuple[int, int], tuple[StepLayout, StepInputs]] = {}
 
     @property
     def max_tokens(self) -> int:
         """Most tokens of a step."""
         return self._sizes.max_tokens
 
-    def fill(self, values: dict[str, NDArray[Any]], common: Ints | None = None) -> StepInputs:
+    def owns(self, bucket: int) -> tuple[int, ...]:
+        """Numbers of tokens of own requests that a step of `bucket` tokens may be padded to."""
+        return own_buckets(bucket, self._sizes.attention_ranks)
+
+    def fill(
+        self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
+    ) -> StepInputs:
         """See `allspan.worker.step.inputs.InputBuffers`."""
-        counts = np.diff(values["qo_indptr"])
+        counts, tokens = np.diff(values["qo_indptr"]), len(values["ids"])
         decodes = int((counts == 1).sum())
-        if decodes == len(counts) and np.array_equal(values["logits_rows"], np.arange(decodes)):
-            bucket = self.buckets[bisect_left(self.buckets, decodes)]
-            return self._fill_padded(values, decodes, bucket, self.shared_rows.choose(common, bucket))
+        requests = len(counts) if num_requests is None else num_requests
+        if tokens == requests and np.array_equal(values["logits_rows"], np.arange(tokens)):
+            bucket = self.buckets[bisect_left(self.buckets, tokens)]
+            return self._fill_padded(values, bucket, self.shared_rows.choose(common, bucket))
         if (counts[:decodes] != 1).any():
             raise InternalError("rows with one new token must come first")
         tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
         tiles[:, 0] += decodes
         values = values | {"tiles": tiles.reshape(-1)}
-        if chunk := self._chunk(len(values["ids"]), len(values["logits_rows"])):
+        if chunk := self._chunk(tokens, len(values["logits_rows"])):
             return self._fill_chunk(values, decodes, chunk)
         layout = StepLayout.of({name: len(value) for name, value in values.items()}, self._names.page_tables)
         array = self._buffer.next()
@@ -92,92 +103,98 @@ class DeviceBuffers:
     def advance(self, tokens: Ints) -> None:
         raise InternalError("copies on a device do not show what the host's buffers hold")
 
-    def padding(self, bucket: int, is_shared: bool = False) -> StepInputs:
-        """A step of `bucket` rows that are all padding, on the device."""
-        sharing = self.shared_rows.padding(bucket) if is_shared else None
-        return self._fill_padded(self._names.nothing(), 0, bucket, sharing)
-
-    def chunk_padding(self, bucket: int) -> StepInputs:
-        """A step with prompts, of `bucket` tokens that are all padding, on the device."""
-        return self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket)
+    def paddings(self) -> Iterator[StepInputs]:
+        """Yields the steps to which others are padded, of nothing but padding, on the device: what needs most memory
+        first, and each when the one before is done with. Every rank gets steps of the same buckets in the same order.
+        """
+        for bucket in reversed(self.chunks):
+            for own in reversed(self.owns(bucket)):
+                yield self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket, own)
+        for bucket in reversed(self.buckets):
+            for own in reversed(self.owns(bucket)):
+                yield self._fill_padded(self._names.nothing(), bucket, None, own)
+            if bucket in self.shared_rows.buckets:
+                yield self._fill_padded(self._names.nothing(), bucket, self.shared_rows.padding(bucket))
 
     def _chunk(self, tokens: int, logits: int) -> int:
         """The bucket for a step with prompts; 0: there is none."""
         at = bisect_left(self.chunks, tokens)
         return self.chunks[at] if at < len(self.chunks) and logits <= self._chunk_rows(self.chunks[at]) else 0
 
-    def _chunk_rows(self, bucket: int) -> int:
-        """Requests of a chunk, and rows of logits, one each."""
-        return min(bucket, self._sizes.max_rows)
+    def _chunk_rows(self, tokens: int) -> int:
+        """Requests of so many tokens of a chunk, and rows of logits, one each."""
+        return min(tokens, self._sizes.max_rows)
 
-    def _fill_chunk(self, values: dict[str, NDArray[Any]], decodes: int, bucket: int) -> StepInputs:
-        layout, inputs = self._of_chunk(bucket)
+    def _own(self, values: dict[str, NDArray[Any]], bucket: int) -> int:
+        """The number that the tokens of own requests are padded to."""
+        sizes = self.owns(bucket)
+        return sizes[bisect_left(sizes, len(values["positions"]))]
+
+    def _fill_chunk(self, values: dict[str, NDArray[Any]], decodes: int, bucket: int, own: int = 0) -> StepInputs:
+        """`own` 0: as many as it takes."""
+        layout, inputs = self._of_chunk(bucket, own or self._own(values, bucket))
         array = self._buffer.next()
         values = values | {"decode_rows": np.arange(decodes, dtype=np.int32)}
-        ends = {name: values[name][-1] for name in ("qo_indptr", *self._names.page_indptrs)}
-        paddings = ends | dict.fromkeys((*self._names.slots, "logits_rows", "decode_rows", "tiles"), -1)
-        for name, (first, last) in layout.spans.items():
-            until = first + len(values[name])
-            array[first:until] = values[name]
-            if name not in layout.tables:
-                array[until:last] = paddings.get(name, 0)
+        self._write(array, layout, values, dict.fromkeys(("logits_rows", "decode_rows", "tiles"), -1))
         self._buffer.send(layout.used(values))
         return replace(inputs, num_rows=len(values["logits_rows"]))
 
-    def _of_chunk(self, bucket: int) -> tuple[StepLayout, StepInputs]:
-        if bucket not in self._chunked:
-            rows = self._chunk_rows(bucket)
-            lengths = dict.fromkeys(self._names.tokens, bucket)
-            lengths |= dict.fromkeys(("kv_lens", "logits_rows", "decode_rows"), rows)
+    def _of_chunk(self, bucket: int, own: int) -> tuple[StepLayout, StepInputs]:
+        if (bucket, own) not in self._chunked:
+            rows = self._chunk_rows(own)
+            lengths = dict.fromkeys(self._names.every, bucket) | dict.fromkeys(self._names.tokens, own)
+            lengths |= dict.fromkeys(("kv_lens", "decode_rows"), rows)
             lengths |= dict.fromkeys(("qo_indptr", *self._names.page_indptrs), rows + 1)
-            lengths |= {"tiles": 2 * self._plan_tiles.most(bucket, rows)}
+            lengths |= {"logits_rows": self._chunk_rows(bucket), "tiles": 2 * self._plan_tiles.most(own, rows)}
             layout = StepLayout.of(lengths | self._tables(), self._names.page_tables)
             views = layout.views(self._buffer.device)
             views["tiles"] = views["tiles"].view(-1, 2)
-            self._chunked[bucket] = layout, with_groups(views | {"bucket": bucket}, self._names.num_groups)
-        return self._chunked[bucket]
+            self._chunked[bucket, own] = layout, with_groups(views | {"bucket": bucket}, self._names.num_groups)
+        return self._chunked[bucket, own]
+
+    def _write(
+        self, array: Ints, layout: StepLayout, values: Mapping[str, NDArray[Any]], paddings: Mapping[str, int]
+    ) -> None:
+        """Writes a step's inputs, and what pads them: 0, but for indptrs, `paddings` and those of tokens."""
+        ends = {name: values[name][-1] for name in ("qo_indptr", *self._names.page_indptrs)}
+        paddings = {**self._names.paddings, **ends, **paddings}
+        for name, value in values.items():
+            first, last = layout.spans[name]
+            until = first + len(value)
+            array[first:until] = value
+            if name not in layout.tables:
+                array[until:last] = paddings.get(name, 0)
 
     def _fill_padded(
-        self, values: dict[str, NDArray[Any]], rows: int, bucket: int, sharing: Sharing | None
+        self, values: dict[str, NDArray[Any]], bucket: int, sharing: Sharing | None, own: int = 0
     ) -> StepInputs:
-        layout, inputs = self._of_bucket(bucket, sharing is not None)
+        """`own` 0: as many as it takes."""
+        layout, inputs = self._of_bucket(bucket, own or self._own(values, bucket), sharing is not None)
         array, spans = self._buffer.next(), layout.spans
-        for name in (*self._names.tokens, "kv_lens"):
-            first, last = spans[name]
-            array[first : first + rows] = values[name]
-            array[first + rows : last] = -1 if name in self._names.slots else 0
-        for name in self._names.page_indptrs:
-            first, last = spans[name]
-            array[first : first + rows + 1] = values[name]
-            array[first + rows + 1 : last] = values[name][-1]
-        for name in ("qo_indptr", "logits_rows"):
-            first, last = spans[name]
-            array[first:last] = np.arange(last - first)
-        first, last = spans["logits_rows"]
-        array[first + rows : last] = -1
+        self._write(array, layout, values, {"logits_rows": -1})
+        first, last = spans["qo_indptr"]
+        array[first:last] = np.arange(last - first)  # padding is requests of one token, too
         if sharing is not None:
             indptr, kv_lens = (array[slice(*spans[name])] for name in ("page_indptr", "kv_lens"))
             for name, value in self.shared_rows.values(sharing, indptr, kv_lens).items():
                 array[slice(*spans[name])] = value
-        for name in layout.tables:
-            first = spans[name][0]
-            array[first : first + len(values[name])] = values[name]
         self._buffer.send(layout.used(values))
-        return replace(inputs, num_rows=rows)
+        return replace(inputs, num_rows=len(values["logits_rows"]))
 
-    def _of_bucket(self, bucket: int, is_shared: bool) -> tuple[StepLayout, StepInputs]:
-        if (bucket, is_shared) not in self._padded:
-            lengths = dict.fromkeys((*self._names.tokens, "kv_lens", "logits_rows"), bucket)
-            lengths |= dict.fromkeys(("qo_indptr", *self._names.page_indptrs), bucket + 1)
+    def _of_bucket(self, bucket: int, own: int, is_shared: bool) -> tuple[StepLayout, StepInputs]:
+        if (bucket, own, is_shared) not in self._padded:
+            lengths = dict.fromkeys((*self._names.every, "logits_rows"), bucket)
+            lengths |= dict.fromkeys((*self._names.tokens, "kv_lens"), own)
+            lengths |= dict.fromkeys(("qo_indptr", *self._names.page_indptrs), own + 1)
             if is_shared:
                 lengths |= self.shared_rows.lengths(bucket)
             layout = StepLayout.of(lengths | self._tables(), self._names.page_tables)
             views = layout.views(self._buffer.device)
             if is_shared:
                 views["shared"] = self.shared_rows.take(views)
-            inputs = with_groups(views | {"num_decodes": bucket, "bucket": bucket}, self._names.num_groups)
-            self._padded[bucket, is_shared] = layout, inputs
-        return self._padded[bucket, is_shared]
+            inputs = with_groups(views | {"num_decodes": own, "bucket": bucket}, self._names.num_groups)
+            self._padded[bucket, own, is_shared] = layout, inputs
+        return self._padded[bucket, own, is_shared]
 
     def _tables(self) -> dict[str, int]:
         """The most pages of each cache group's table; rows may share pages."""
@@ -191,7 +208,7 @@ class DeviceBuffers:
     def _capacity(self) -> int:
         """Numbers that hold every step; tiles hold at least one query each, of one KV head or all."""
         sizes, names = self._sizes, self._names
-        lengths = dict.fromkeys((*names.tokens, "kv_lens"), sizes.max_tokens + sizes.max_rows)
+        lengths = dict.fromkeys((*names.every, *names.tokens, "kv_lens"), sizes.max_tokens + sizes.max_rows)
         lengths |= dict.fromkeys(("qo_indptr", *names.page_indptrs, "decode_rows"), sizes.max_rows + 1)
         lengths |= {"logits_rows": max(sizes.max_logits_rows, sizes.max_rows)}
         lengths |= {"tiles": 2 * (sizes.max_tokens + sizes.max_rows)}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import axis_names, group_name
 
 _ALIGNMENT = 4
@@ -34,16 +34,34 @@ def chunk_buckets(max_tokens: int) -> tuple[int, ...]:
     return (*(tokens for tokens in steps if tokens < most), most)
 
 
+def own_buckets(bucket: int, ranks: int) -> tuple[int, ...]:
+    """Numbers of tokens that a rank attends for, for each of which a step of `bucket` tokens is captured: about its
+    even share and twice as many again, up to all. Only the rank itself computes these rows, so that each takes the size
+    that it needs; what all ranks sum up together has `bucket` rows."""
+    sizes, size = [], -(-9 * bucket // (8 * ranks))  # the scheduler gives no rank exactly its share
+    while size < bucket:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, bucket)
+
+
 class InputNames:
     """The names of a step's inputs, by how many numbers they have; those of the cache groups behind the first have the
     group's index (see `group_name`)."""
 
-    def __init__(self, lifetimes: Sequence[PageLifetime], num_positions: int = 1) -> None:
+    def __init__(self, sizes: BatchSizes) -> None:
+        lifetimes, has_others = sizes.lifetimes, sizes.attention_ranks > 1
         groups, states = range(len(lifetimes)), [i for i, each in enumerate(lifetimes) if each.is_state]
         self.num_groups = len(groups)
-        self.slots = tuple(group_name("slots", group) for group in groups)
-        self.tokens = ("ids", "positions", *axis_names(num_positions), *self.slots)
+        slots = tuple(group_name("slots", group) for group in groups)
+        self.every = ("ids", "own_places") if has_others else ("ids",)
         """One number a token."""
+        self.tokens = ("positions", *axis_names(sizes.num_positions), *slots, *(("own_rows",) if has_others else ()))
+        """One number a token that the rank attends for."""
+        self.paddings: Mapping[str, int] = dict.fromkeys(
+            (*slots, *(("own_rows", *self.every) if has_others else ())), -1
+        )
+        """What stands for tokens that there are not, where that is no 0."""
         self.page_indptrs = ("page_indptr", *(group_name("page_indptr", group) for group in states if group))
         self.page_tables = tuple(group_name("page_indices", group) for group in groups)
 
@@ -51,7 +69,7 @@ class InputNames:
         """The inputs of a step without tokens; `more` names further inputs of no numbers."""
         none = np.zeros(0, dtype=np.int32)
         values: dict[str, NDArray[Any]] = dict.fromkeys(
-            (*self.tokens, "kv_lens", "logits_rows", *self.page_tables, *more), none
+            (*self.every, *self.tokens, "kv_lens", "logits_rows", *self.page_tables, *more), none
         )
         return values | dict.fromkeys(("qo_indptr", *self.page_indptrs), np.zeros(1, dtype=np.int32))
 

@@ -12,7 +12,6 @@ import torch
 from allspan.kernels.cuda import sampling
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
-from allspan.worker.backend.cuda.graphs import padded_steps
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.step_layout import InputNames, chunk_buckets
 from allspan.worker.cache.budget import pages_of
@@ -69,18 +68,18 @@ def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
     for tokens in (*(count for count in _PROMPTS if count < largest), largest):
         yield _prompts(buffers, sizes, tokens)
     buffers.chunks = tuple(tokens for tokens in chunk_buckets(sizes.max_tokens) if tokens <= _MOST_CHUNK)
-    yield from padded_steps(buffers)
+    yield from buffers.paddings()
 
 
 def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
-    """Returns the inputs of a step of `tokens` tokens in as few prompts as hold them."""
+    """Returns the inputs of a step of `tokens` tokens in as few prompts as hold them, all of this rank's own."""
     rows = pages_of(tokens, sizes.max_model_len - 1)
     counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
     page_counts = -(-counts // sizes.page_size)
-    nothing, names = np.zeros(tokens, dtype=np.int64), InputNames(sizes.lifetimes, sizes.num_positions)
+    nothing, names = np.zeros(tokens, dtype=np.int64), InputNames(sizes)
     values = {
-        **dict.fromkeys(names.tokens, nothing),
-        **dict.fromkeys(names.slots, nothing - 1),
+        **dict.fromkeys((*names.every, *names.tokens), nothing),
+        **dict.fromkeys(names.paddings, nothing - 1),
         "qo_indptr": np.concatenate(([0], np.cumsum(counts))),
         **dict.fromkeys(names.page_indptrs, np.concatenate(([0], np.cumsum(page_counts)))),
         **dict.fromkeys(names.page_tables, np.zeros(int(page_counts.sum()), dtype=np.int64)),

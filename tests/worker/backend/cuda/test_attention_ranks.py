@@ -1,0 +1,178 @@
+"""Ranks with a GPU each that attend for requests of their own: the tokens of the model, in steps that are padded to
+recorded ones, and in larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from allspan.kernels.cuda.jit import modules
+from allspan.kernels.table import op_set
+from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.backend.cuda.step_layout import chunk_buckets
+from allspan.worker.cache.tiers import HostPages
+from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.parallel.base import GroupCapabilities
+from allspan.worker.scheduler.request import Request
+from allspan.worker.step.backend import DeviceSteps
+from allspan.worker.step.inputs import InputBuffers
+from allspan.worker.step.model import DeviceModel
+from support.cores import Collected, request
+from support.emulator.backend import EmulatedBackend, add_device
+from support.emulator.driver import EmulatorDriver
+from support.latent_models import save_latent
+from support.threads import FusingCollectives, ThreadWorld
+from support.tiny_models import prompt, reference_logits, save_tiny
+
+VOCAB = 97
+LATENTS = {"num_hidden_layers": 2, "first_k_dense_replace": 0, "qk_rope_head_dim": 16, "v_head_dim": 16}
+WINDOWS: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "latents": (lambda folder: save_latent(folder, "v3", **LATENTS), "auto"),
+    "latents in int8": (lambda folder: save_latent(folder, "v3", **LATENTS), "int8"),
+    "few heads, windows": (lambda folder: save_tiny(folder, "qwen2", **WINDOWS), "auto"),
+}
+
+
+class Again:
+    """A recording that computes the step anew, from where its inputs lie."""
+
+    def __init__(self, forward: Callable[[], Tensor], note: Callable[[], None]) -> None:
+        self._forward, self._note = forward, note
+        forward()
+
+    def replay(self) -> Tensor:
+        self._note()
+        return self._forward()
+
+
+class RecordedSteps:
+    """See `allspan.worker.step.backend.DeviceSteps`."""
+
+    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[int]) -> None:
+        """`replays` gets the tokens of own requests that replayed steps are padded to."""
+        self._model, self._buffers, self._replays = model, buffers, replays
+
+    def drain(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+    def capture(self) -> None:
+        self._buffers.chunks = chunk_buckets(16)
+        for inputs in self._buffers.paddings():
+            note = partial(self._replays.add, len(inputs.positions))
+            self._model.capture(inputs, lambda forward, others, note=note: Again(forward, note))
+
+
+class RecordingBackend(EmulatedBackend):
+    """Steps with prompts of up to 16 tokens are recorded, and decodes."""
+
+    made: ClassVar[list[set[int]]] = []
+    """For each rank, the tokens of own requests that replayed steps were padded to."""
+
+    def steps(
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
+    ) -> DeviceSteps | None:
+        assert isinstance(inputs, DeviceBuffers)
+        self.made.append(set())
+        return RecordedSteps(model, inputs, self.made[-1])
+
+
+class Gpus(FusingCollectives):
+    """What ranks on GPUs offer."""
+
+    capabilities = GroupCapabilities(fused_norms=(torch.bfloat16,))
+
+
+def asked() -> list[Request]:
+    """Shared prefixes, prompts of several chunks, samples and log-probabilities."""
+    first, many = prompt(40, VOCAB, 1), []
+    for number in range(6):
+        ids = first[: 18 + number] if number % 3 == 2 else prompt(27 + number, VOCAB, 2 + number)
+        heat = {"temperature": 0.8, "logprobs": 2} if number == 2 else {"prompt_logprobs": 0} if number == 4 else {}
+        many.append(request(number, ids, max_tokens=12, ignore_eos=True, **heat))
+    return many
+
+
+def on_ranks(settings: WorkerConfig, pages: int) -> tuple[Collected, list[LoadedEngine]]:
+    """What the leader of two ranks was told of `asked`, each rank with so many pages."""
+    world = ThreadWorld(2, timeout=60)
+    world.collectives = [Gpus(world, rank) for rank in range(2)]
+    loaded: list[Any] = [None, None]
+
+    def run(rank: int) -> Collected:
+        loaded[rank] = load_engine(settings, op_set("cuda", 1), world.collectives[rank], world.channels[rank])
+        core, told = loaded[rank].core, Collected()
+        core.on_outputs = told
+        for one in asked():
+            core.submit(one)
+            for _ in range(0 if rank else 2):
+                core.step()
+                core.check()
+        if not rank:
+            while core.step():
+                core.check()
+            core.shutdown()
+        core.run()
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("allspan.worker.engine.setup.num_kv_pages", lambda cache, demand: (pages,) * len(demand.groups))
+        return world.run(run, timeout=300)[0], loaded
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if "int8" in name else name for name in MODELS]
+)
+def test_ranks_with_rows_of_their_own_make_the_tokens_of_the_model(
+    name: str, tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, from cached pages, put out and let in again."""
+    save, pages = MODELS[name]
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(RecordingBackend, "made", [])
+    device = add_device(monkeypatch, "recording", RecordingBackend)
+    reference = save(tmp_path)
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    reference.save_pretrained(tmp_path)
+    apart: dict[str, Any] = {"data_parallel_attention": True, "enable_expert_parallel": name == "latents"}
+    model = ModelConfig(str(tmp_path), "tiny", "bfloat16", max_model_len=64, **apart, **device)
+    cache = CacheConfig(page_size=16, kv_cache_bytes=2**20, host_kv_cache_bytes=2**18, kv_cache_dtype=pages)
+    most = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24)
+    told, loaded = on_ranks(WorkerConfig(model, ServiceConfig("-"), cache, most), 5)
+    assert not told.errors
+    counters = loaded[0].core.statistics()
+    assert counters.prefix_hit_tokens > 0
+    assert counters.preemptions > 0
+    assert sum(map(len, RecordingBackend.made)) > len(RecordingBackend.made) > 0
+    for rank in loaded:
+        for load in rank.model.expert_loads()[:-1]:  # the last layer has the rows of logits alone
+            assert sum(load.tokens) == 2 * counters.step_tokens_sum, "padding is not counted"
+    slack = 0.05 if pages == "auto" else 0.5
+    for one in asked():
+        output, length = told.outputs[one.request_id], len(one.prompt_token_ids)
+        assert len(output.token_ids) == one.params.max_tokens
+        logits = reference_logits(reference, [*one.prompt_token_ids, *output.token_ids])
+        for token, row in zip(output.token_ids, logits[length - 1 : -1], strict=True):
+            if not one.params.temperature:
+                assert float(row.max() - row[token]) <= slack * float(row.std())
+        likely = logits.log_softmax(1)[range(length - 1), one.prompt_token_ids[1:]]
+        for entry, expected in zip(output.prompt_logprobs, likely.tolist(), strict=False):
+            assert entry.logprob == pytest.approx(expected, abs=2 * slack)
+    assert told.outputs[asked()[4].request_id].prompt_logprobs
