@@ -135,7 +135,8 @@ def _load(peer: Peer, name: str, model: str, config: CompareConfig, options: Opt
 
     def play(prompts: Prompts, output_len: int) -> Round:
         answer = peer.ask({"do": "round", "prompts": prompts, "output_len": output_len}, config.peers_timeout)
-        return Round(answer["ttft_s"], answer["decode_s"], answer["decode_tokens"])
+        total_s = answer["ttft_s"] + answer["decode_s"]
+        return Round(answer["ttft_s"], answer["decode_s"], answer["decode_tokens"], total_s)
 
     return Contender(play, about)
 

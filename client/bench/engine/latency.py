@@ -3,7 +3,7 @@
 The clock is this process's. Per repeat: `ttft_s` is the time from sending until every request of the batch has its
 first token; prefill is the batch's prompt tokens over that time; decode is the tokens that came after that moment, over
 the time from then to the last. In a batch whose last prompt is read when the others are done, decode is all but the
-first tokens, over the time from the first of them all.
+first tokens, over the time from the first of them all. Output is all new tokens over the whole time.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Round:
     ttft_s: float
     decode_s: float
     decode_tokens: int
+    total_s: float
 
 
 def prepare(config: LatencyConfig, options: Options) -> Options:
@@ -124,6 +125,7 @@ def summary(
     samples = {
         "prefill_tokens_per_s": [config.batch_size * config.input_len / r.ttft_s for r in rounds],
         "decode_tokens_per_s": [r.decode_tokens / r.decode_s if r.decode_tokens else 0.0 for r in rounds],
+        "output_tokens_per_s": [config.batch_size * config.output_len / r.total_s for r in rounds],
         "ttft_s": [r.ttft_s for r in rounds],
     }
     steps = max(after.steps - before.steps, 1)
@@ -155,19 +157,21 @@ def round_from(started: float, arrivals: Sequence[Sequence[float]]) -> Round:
     all_first = max(times[0] for times in arrivals)
     last = max(times[-1] for times in arrivals)
     if later := sum(moment > all_first for times in arrivals for moment in times):
-        return Round(all_first - started, last - all_first, later)
+        return Round(all_first - started, last - all_first, later, last - started)
     first = min(times[0] for times in arrivals)
-    return Round(all_first - started, last - first, sum(len(times) - 1 for times in arrivals) if last > first else 0)
+    count = sum(len(times) - 1 for times in arrivals) if last > first else 0
+    return Round(all_first - started, last - first, count, last - started)
 
 
 def table(report: Report) -> str:
     if "batches" in report:
-        heads = ("batch", "prefill, tokens/s", "decode, tokens/s", "time to first token")
+        heads = ("batch", "prefill, tokens/s", "decode, tokens/s", "output, tokens/s", "time to first token")
         rows = [
             (
                 "x".join(str(each[name]) for name in _SIZES),
                 f"{each['prefill_tokens_per_s']:.1f}",
                 f"{each['decode_tokens_per_s']:.1f}",
+                f"{each['output_tokens_per_s']:.1f}",
                 ms(each["ttft_s"]),
             )
             for each in report["batches"]
@@ -177,6 +181,7 @@ def table(report: Report) -> str:
         [
             ("prefill", f"{report['prefill_tokens_per_s']:10.1f} tokens/s"),
             ("decode", f"{report['decode_tokens_per_s']:10.1f} tokens/s"),
+            ("output", f"{report['output_tokens_per_s']:10.1f} tokens/s"),
             ("time to first token", f"{report['ttft_s'] * 1000:10.1f} ms"),
             ("host time per step", f"{report['host_s_per_step'] * 1e6:10.0f} us"),
             ("load time", f"{report['load_s']:10.1f} s"),

@@ -10,8 +10,8 @@ from allspan.protos.api.errors import ConfigError
 
 
 def test_ratios_are_those_of_the_pairs_with_their_spread() -> None:
-    model = [Round(1.0, 2.0, 40), Round(2.0, 2.0, 20), Round(1.0, 2.0, 40)]
-    adapters = [Round(2.0, 2.0, 36), Round(2.0, 2.0, 19), Round(1.25, 2.0, 40)]
+    model = [Round(1.0, 2.0, 40, 3.0), Round(2.0, 2.0, 20, 4.0), Round(1.0, 2.0, 40, 3.0)]
+    adapters = [Round(2.0, 2.0, 36, 4.0), Round(2.0, 2.0, 19, 4.0), Round(1.25, 2.0, 40, 4.0)]
     report = compared(AdaptersConfig(batch_size=2, input_len=10), model, adapters)
     assert report["prefill_tokens_per_s"] == {
         "model": 20.0,

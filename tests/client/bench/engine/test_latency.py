@@ -21,10 +21,11 @@ def statistics(steps: int, host_s: float) -> EngineStatistics:
 
 def test_rates_are_medians_of_tokens_over_their_own_time() -> None:
     config = LatencyConfig(batch_size=4, input_len=100, output_len=11)
-    rounds = [Round(2.0, 1.0, 40), Round(1.0, 2.0, 40), Round(4.0, 4.0, 40)]
+    rounds = [Round(2.0, 1.0, 40, 4.0), Round(1.0, 2.0, 40, 5.5), Round(4.0, 4.0, 40, 8.0)]
     report = summary(config, rounds, statistics(10, 0.5), statistics(60, 1.0))
     assert report["prefill_tokens_per_s"] == 200.0
     assert report["decode_tokens_per_s"] == 20.0
+    assert report["output_tokens_per_s"] == 8.0
     assert report["ttft_s"] == 2.0
     assert report["host_s_per_step"] == pytest.approx(0.01)
     assert report["load_s"] == 2.5
@@ -33,16 +34,16 @@ def test_rates_are_medians_of_tokens_over_their_own_time() -> None:
 
 
 def test_one_output_token_has_no_decode_rate() -> None:
-    report = summary(LatencyConfig(output_len=1), [Round(1.0, 0.0, 0)], statistics(0, 0.0), statistics(3, 0.0))
+    report = summary(LatencyConfig(output_len=1), [Round(1.0, 0.0, 0, 1.0)], statistics(0, 0.0), statistics(3, 0.0))
     assert report["decode_tokens_per_s"] == 0.0
 
 
 def test_decode_begins_when_everybody_has_a_first_token() -> None:
-    assert round_from(1.0, [[2.0, 2.5, 3.0], [2.5, 3.5, 4.0]]) == Round(1.5, 1.5, 3)
+    assert round_from(1.0, [[2.0, 2.5, 3.0], [2.5, 3.5, 4.0]]) == Round(1.5, 1.5, 3, 3.0)
 
 
 def test_a_batch_whose_last_prompt_waited_for_the_others_has_a_decode_rate() -> None:
-    assert round_from(0.0, [[1.0, 1.5], [2.0, 2.0]]) == Round(2.0, 1.0, 2)
+    assert round_from(0.0, [[1.0, 1.5], [2.0, 2.0]]) == Round(2.0, 1.0, 2, 2.0)
     assert round_from(0.0, [[1.0], [2.0]]).decode_tokens == 0
 
 
