@@ -5,30 +5,17 @@
 #
 # OUT gets CASE-latency.json (decode of one request, time to first token, batches, load_s) and, with the variable TRACE,
 # CASE-serve.json: 600 requests with the lengths of that file (Azure's CSV), all sent at once. ALLSPAN names the command,
-# FLAGS stands for its flags `--device cuda`. Prompts come from no cache. Whether results are right, tests on a GPU say:
+# FLAGS stands for its flags `--device cuda`, BATCHES for the batches, PROMPTS for 600. Prompts come from no cache.
+# Whether results are right, tests on a GPU say:
 #
 #   pytest -m gpu tests/worker/backend/cuda/test_mixtures.py tests/worker/backend/cuda/test_family_formats.py \
 #     tests/kernels/cuda/test_experts.py tests/kernels/cuda/test_grouped_sm90.py tests/kernels/cuda/test_norm_route.py
 set -eu
 
-out=$(mkdir -p "$1" && cd "$1" && pwd)
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "$0")/random_weights.sh"
 shift
 [ $# -gt 0 ] || set -- qwen3-bf16 qwen3-fp8 qwen3-uint4 gpt-oss-mxfp4
-batches=${BATCHES:-1x1024x257,1x8192x1,8x1024x256,64x1024x256,256x1024x256}
-
-# The tokenizer knows bytes alone: prompts are token ids.
-tokenizer() {
-  "${PYTHON:-python3}" - "$1" << 'END'
-import sys
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-made.save(sys.argv[1])
-END
-}
 
 qwen3() {
   cat << 'END'
@@ -51,28 +38,14 @@ gpt_oss() {
 END
 }
 
-# bench NAME FILE FLAG …
-bench() {
-  name=$1 file=$2
-  shift 2
-  # shellcheck disable=SC2086  # FLAGS are several words
-  "${ALLSPAN:-allspan}" bench "$name" "$model" --load-format dummy --quantization "$format" --max-model-len 16384 \
-    --max-num-seqs 256 --max-num-batched-tokens 8192 --no-enable-prefix-caching --quiet --json "$@" \
-    ${FLAGS:---device cuda} > "$file"
-  tail -n 1 "$file"
-}
-
 for case in "$@"; do
-  format=${case##*-} model=$out/${case%-*}
-  mkdir -p "$model"
-  tokenizer "$model/tokenizer.json"
+  format=${case##*-}
   case $case in
-    qwen3-*) qwen3 > "$model/config.json" ;;
-    gpt-oss-*) gpt_oss > "$model/config.json" ;;
+    qwen3-*) model qwen3 qwen3 ;;
+    gpt-oss-*) model gpt-oss gpt_oss ;;
     *) echo "mixtures.sh: there is no case $case" >&2 && exit 2 ;;
   esac
   [ "$format" != bf16 ] || format=none
-  bench latency "$out/$case-latency.json" --batches "$batches"
-  [ -z "${TRACE:-}" ] || bench serve "$out/$case-serve.json" --backend grpc --dataset-name trace \
-    --dataset-path "$TRACE" --num-prompts 600 --trace-speedup inf
+  bench latency "$case" --quantization "$format" --batches "$batches"
+  trace "$case" --quantization "$format"
 done
