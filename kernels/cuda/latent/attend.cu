@@ -392,33 +392,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     if (!is_last) continue;
     const float* const parts = partial + static_cast<long long>(begin_block) * 2 * kPart(kRows, L);
-    const int there = min(kRows, done.rows - done.row0);
-    const auto write = [&](int slot, const Merged& merged) {
-      const int row = slot / (L / 4), column = slot % (L / 4) * 4;
-      const long long head = done.first_out * heads + done.row0 + row;
-      const float once = merged.total == 0 ? 0 : 1 / merged.total;
-      *reinterpret_cast<uint2*>(out + head * L + column) =
-          make_uint2(pack(merged.sum.x * once, merged.sum.y * once), pack(merged.sum.z * once, merged.sum.w * once));
-      if (lse && column == 0) lse[head] = merged.total == 0 ? -kInf : merged.top + log2f(merged.total);
-    };
-    const int slots = there * (L / 4);
-    if (pieces <= 4) {  // several slots of a thread, so that as many bytes are on their way
-      constexpr int kSlots = 4;
-      for (int first = threadIdx.x; first < slots; first += kSlots * kThreads) {
-        Merged merged[kSlots];
-#pragma unroll
-        for (int k = 0; k < kSlots; ++k) {
-          const int slot = min(first + k * kThreads, slots - 1);
-          merged[k] = merge_four(parts, pieces, kRows, L, slot / (L / 4), slot % (L / 4) * 4);
-        }
-#pragma unroll
-        for (int k = 0; k < kSlots; ++k)
-          if (first + k * kThreads < slots) write(first + k * kThreads, merged[k]);
-      }
-    } else {
-      for (int slot = threadIdx.x; slot < slots; slot += kThreads)
-        write(slot, merge_parts<8>(parts, pieces, kRows, L, slot / (L / 4), slot % (L / 4) * 4));
-    }
+    const long long first_head = done.first_out * heads + done.row0;
+    merge_tile<kRows, L, kThreads>(parts, pieces, 1, min(kRows, done.rows - done.row0), threadIdx.x,
+                                   out + first_head * L, lse ? lse + first_head : nullptr);
   }
   wait_for<0>();
 }

@@ -1,4 +1,5 @@
-"""Attention over paged latents on a GPU, whose queries are latents, too: see attend.cu."""
+"""Attention over paged latents on a GPU, whose queries are latents, too: see attend.cu, and for many heads on Hopper
+attend_sm90.cu."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import LOG2E, PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, shared_limit
+from allspan.kernels.cuda.latent import attend_sm90
 from allspan.kernels.cuda.latent.append import check_pages
 
 MOST_LATENT, MOST_TURNED, STEP = 512, 64, 16
@@ -24,9 +26,13 @@ PAGE_DTYPES = ("bfloat16", "float16", "int8")
 PLAN_QUERIES = 128
 """Queries of a plan's tile."""
 
+LEAST_ROWS_SM90 = 64
+"""Heads of a request's queries from which on Hopper's own kernel is taken."""
+
 _TOKENS, _THREADS = 32, 256
 _MOST_ROWS = 64  # of a tile
 _MOST_TILES = 8192  # of a launch
+_COUNTERS = 1 << 15
 _FORMATS = {torch.bfloat16: 0, torch.float16: 0, torch.int8: 1, torch.float8_e4m3fn: 3}
 
 
@@ -44,7 +50,7 @@ def attend_workspace(latent: int, device: torch.device | str) -> DecodeWorkspace
     """For latents of this size."""
     floats = gpu(torch.device(device)).multiprocessors * 2 * _MOST_ROWS * (latent + 2)
     partial = torch.empty(floats, dtype=torch.float32, device=device)
-    return DecodeWorkspace(partial, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device))
+    return DecodeWorkspace(partial, torch.zeros(_COUNTERS, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,19 @@ class Queries:
 
 
 @dataclass(frozen=True, slots=True)
+class Cutting:
+    """How the kernel that is chosen cuts the work of a launch: see cut.cuh."""
+
+    rows: int
+    """Of a tile."""
+    tokens: int = _TOKENS
+    """Of a unit."""
+    beside: int = 1
+    """Tiles that have stretches together."""
+    is_sm90: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Mode:
     """What `latent_attend` does otherwise than by default."""
 
@@ -65,6 +84,18 @@ class Mode:
     """Queries of a plan see the tokens alone that are before all queries of their request."""
     merges: bool = True
     """Else rows whose tokens are cut are left in the workspace, for products.cu."""
+    cutting: Cutting | None = None
+    """None: as `cutting` chooses."""
+
+
+def cutting(q: Queries, cache: Tensor, plan: PrefillPlan | None) -> Cutting:
+    """Chooses the kernel, by sizes alone: Hopper's own where the heads of a request's queries fill its tiles."""
+    heads = q.latents.shape[1]
+    queries = 1 if plan is None else plan.queries // max(1, len(plan.tiles))
+    if heads * queries >= LEAST_ROWS_SM90 and not attend_sm90.why_not(q.turned, cache, q.latents.shape[2]):
+        beside = attend_sm90.beside(heads, plan is not None)
+        return Cutting(attend_sm90.ROWS, attend_sm90.TOKENS, beside, True)
+    return Cutting(_MOST_ROWS if plan is not None else tile_rows_of(heads))
 
 
 def latent_attend(
@@ -89,31 +120,36 @@ def latent_attend(
     latent, turned = q.latents.shape[2], q.turned.shape[2]
     _rows, heads = _check(q, pages, into)
     count = len(table.kv_lens) if plan is None else len(plan.tiles)
-    tile_rows = _MOST_ROWS if plan is not None else tile_rows_of(heads)
-    of_each = -(-heads * (1 if plan is None else PLAN_QUERIES) // tile_rows)
+    cut = mode.cutting or cutting(q, cache, plan)
+    of_each = -(-heads * (1 if plan is None else PLAN_QUERIES) // (cut.rows * cut.beside))
     device = gpu(q.latents.device)
-    shape = _shape((latent, turned), tile_rows, _FORMATS[cache.dtype], device.shared_bytes)
-    function = _kernel((latent, turned), shape, element_macro(q.latents.dtype))
-    if workspace.partial.numel() < device.multiprocessors * 2 * tile_rows * (latent + 2):
+    shape = _shape((latent, turned), cut.rows, _FORMATS[cache.dtype], device.shared_bytes)
+    if workspace.partial.numel() < device.multiprocessors * 2 * cut.rows * (latent + 2):
         raise ValueError(f"workspace: not made for latents of {latent}")
-    each = shape.most_tiles // of_each
-    strides = [np.int64(cache.stride(i) * cache.element_size()) for i in (0, 2)]  # of pages and of tokens, bytes
+    each = (len(workspace.counters) // cut.beside if cut.is_sm90 else shape.most_tiles) // of_each
     for first in range(0, count, each):
         some = min(each, count - first)
         part = slice(first, first + some)
-        cut = (plan.tiles[part], plan.qo_indptr, None) if plan else (None, None, table.rows)
+        cut_tiles = (plan.tiles[part], plan.qo_indptr) if plan else (None, None)
         lens, indptr = (table.kv_lens, table.indptr) if plan else (table.kv_lens[part], table.indptr[first:])
         places = table.rows[part] if plan is None and table.rows is not None else None
         if plan is None and places is None and first:
             raise ValueError(f"table: {count} requests, more than {each}, need rows")
+        lines = [
+            *cut_tiles, places, lens, np.int32(some * of_each), np.int32(of_each), np.int32(heads),
+            np.int32(mode.is_before), indptr, table.indices,
+        ]  # fmt: skip
+        held = [out, lse, workspace.partial, workspace.counters, np.int32(mode.merges)]
+        if cut.is_sm90:
+            attend_sm90.launch_sm90((q.latents, q.turned), cache, lines, held, scale * LOG2E, cut.beside)
+            continue
+        strides = [np.int64(cache.stride(i) * cache.element_size()) for i in (0, 2)]  # of pages and of tokens, bytes
         arguments = [
             q.latents, np.int64(q.latents.stride(0)), q.turned, np.int64(q.turned.stride(0)),
-            np.int32(q.turned.stride(1)), cache, scales, *strides,
-            cut[0], cut[1], places, lens, np.int32(some * of_each), np.int32(of_each), np.int32(heads),
-            np.int32(mode.is_before), indptr,
-            table.indices, np.int32(cache.shape[2].bit_length() - 1), np.float32(scale * LOG2E), out, lse,
-            workspace.partial, workspace.counters, np.int32(mode.merges),
+            np.int32(q.turned.stride(1)), cache, scales, *strides, *lines,
+            np.int32(cache.shape[2].bit_length() - 1), np.float32(scale * LOG2E), *held,
         ]  # fmt: skip
+        function = _kernel((latent, turned), shape, element_macro(q.latents.dtype))
         launch(function, (device.multiprocessors,), _THREADS, arguments, shape.shared + 4 * (some * of_each + 1), True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from allspan.kernels.cuda.attention.attention import StepAttention
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.latent import expand, products
-from allspan.kernels.cuda.latent.attend import Mode, Queries, latent_attend
+from allspan.kernels.cuda.latent.attend import Mode, Queries, cutting, latent_attend
 from allspan.kernels.ops import LatentWeights
 
 
@@ -49,6 +51,7 @@ class _Step:
         latent, self._key = weights.k_up.shape[1:]
         shape = *q.shape[:2], latent
         self._q, self._weights, self._pages, self._meta, self._out = q, weights, pages, meta, out
+        self._turned = q[..., self._key :]
         self._queries, self._sums = (
             absorbed.flatten()[: q.numel() // q.shape[2] * latent].view(shape),
             mixed.view(shape),
@@ -58,8 +61,9 @@ class _Step:
         rows = len(self._q) if tiled or decodes is None else len(decodes.kv_lens)
         if tiled is None and decodes is not None and products.runs(rows, self._weights) and decodes.rows is None:
             products.absorb(self._q[:rows], self._weights, self._queries[:rows])
-            self._attend_latents(decodes, None, None, Mode(merges=False))
-            products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows])
+            cut = cutting(Queries(self._queries, self._turned), self._pages[0], None)
+            self._attend_latents(decodes, None, None, Mode(merges=False, cutting=cut))
+            products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows], cut)
             return
         self._absorb(rows)
         self._attend_latents(decodes, tiled, None, Mode())
@@ -100,12 +104,12 @@ class _Step:
         lse: Tensor | None,
         mode: Mode,
     ) -> None:
-        scale, workspace, turned = self._meta.scores.scale, self._meta.workspace, self._q[..., self._key :]
+        scale, workspace, turned = self._meta.scores.scale, self._meta.workspace, self._turned
         if decodes is not None:
             count = len(decodes.kv_lens)
             some = Queries(self._queries[:count], turned[:count])
             into = self._sums[:count], None if lse is None else lse[:count]
-            latent_attend(some, self._pages, decodes, None, scale, into, workspace, Mode(merges=mode.merges))
+            latent_attend(some, self._pages, decodes, None, scale, into, workspace, replace(mode, is_before=False))
         if tiled is not None:
             table, plan = tiled
             every = Queries(self._queries, turned)

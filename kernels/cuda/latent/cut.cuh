@@ -101,13 +101,13 @@ struct Merged {
   float4 sum;
   float top, total;
 };
-// Four columns of a row, of `pieces` parts, kAtOnce of them on their way at once. Only the first block has the tile's
-// beginning, as its last piece; others have theirs as their first.
+// Four columns of a row, of `pieces` parts, kAtOnce of them on their way at once. Every `beside`-th block has one. Only
+// the first has the tile's beginning, as its last piece; others have theirs as their first.
 template <int kAtOnce>
-__device__ __forceinline__ Merged merge_parts(const float* parts, int pieces, int rows, int latent, int row,
+__device__ __forceinline__ Merged merge_parts(const float* parts, int pieces, int beside, int rows, int latent, int row,
                                               int column) {
   const int part = kPart(rows, latent);
-  const auto piece = [&](int i) { return parts + (i == 0 ? part : static_cast<long long>(i) * 2 * part); };
+  const auto piece = [&](int i) { return parts + (i == 0 ? part : static_cast<long long>(i) * 2 * beside * part); };
   Merged x = {make_float4(0, 0, 0, 0), -kInf, 0};
   for (int b0 = 0; b0 < (kAtOnce == 4 ? 1 : pieces); b0 += kAtOnce) {
     float2 s[kAtOnce];
@@ -135,9 +135,36 @@ __device__ __forceinline__ Merged merge_parts(const float* parts, int pieces, in
   }
   return x;
 }
-// … of up to four parts.
-__device__ __forceinline__ Merged merge_four(const float* parts, int pieces, int rows, int latent, int row,
-                                             int column) {
-  return merge_parts<4>(parts, pieces, rows, latent, row, column);
+// Writes rows [there][kLatent] of a tile, and their logarithms unless these are null, by kAll threads.
+template <int kOfTile, int kLatent, int kAll>
+__device__ __forceinline__ void merge_tile(const float* parts, int pieces, int beside, int there, int thread, bf16* out,
+                                           float* lse) {
+  const auto write = [&](int slot, const Merged& merged) {
+    const int row = slot / (kLatent / 4), column = slot % (kLatent / 4) * 4;
+    const float once = merged.total == 0 ? 0 : 1 / merged.total;
+    *reinterpret_cast<uint2*>(out + row * kLatent + column) =
+        make_uint2(pack(merged.sum.x * once, merged.sum.y * once), pack(merged.sum.z * once, merged.sum.w * once));
+    if (lse && column == 0) lse[row] = merged.total == 0 ? -kInf : merged.top + log2f(merged.total);
+  };
+  const int slots = there * (kLatent / 4);
+  if (pieces <= 4) {  // several slots of a thread, so that as many bytes are on their way
+    constexpr int kSlots = 4;
+    for (int first = thread; first < slots; first += kSlots * kAll) {
+      Merged merged[kSlots];
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+        const int slot = min(first + k * kAll, slots - 1);
+        merged[k] =
+            merge_parts<4>(parts, pieces, beside, kOfTile, kLatent, slot / (kLatent / 4), slot % (kLatent / 4) * 4);
+      }
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k)
+        if (first + k * kAll < slots) write(first + k * kAll, merged[k]);
+    }
+  } else {
+    for (int slot = thread; slot < slots; slot += kAll)
+      write(slot,
+            merge_parts<8>(parts, pieces, beside, kOfTile, kLatent, slot / (kLatent / 4), slot % (kLatent / 4) * 4));
+  }
 }
 #endif

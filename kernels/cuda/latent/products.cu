@@ -16,11 +16,13 @@ constexpr int kFeatures = kWords > 1 ? 2 : 8;    // of a warp
 static_assert(INPUTS % 8 == 0, "inputs");
 
 // x: [rows, heads, ..], rows x_stride and heads x_head elements apart; weight: [heads, features, INPUTS]; out:
-// likewise. partial, kv_lens, tile_rows, grid: of attend.cu, of requests of one query each, row for row.
+// likewise. partial, kv_lens: of attend.cu or attend_sm90.cu, of requests of one query each, row for row, whose grid
+// had tiles of `tile_rows`, `beside` of which have stretches together, in units of `unit` tokens, at least `least` a
+// tile.
 extern "C" __global__ void __launch_bounds__(kThreads)
     latent_product(const bf16* x, long long x_stride, int x_head, const bf16* weight, bf16* out, long long out_stride,
                    int out_head, int rows, int heads, int features, const float* partial, const int* kv_lens,
-                   int tile_rows, int grid) {
+                   int tile_rows, int grid, int beside, int unit, int least) {
   __shared__ float inputs[kMostRows][kInputs];
   __shared__ int begins[kMostRows * 8 + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x;
@@ -38,30 +40,31 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   let_next_begin();
   wait_for_ahead();
-  const int of_each = (heads + tile_rows - 1) / tile_rows, tiles = rows * of_each;
+  const int together = tile_rows * beside, of_each = (heads + together - 1) / together, tiles = rows * of_each;
   if (MERGES) {
     if (threadIdx.x == 0) {
       int all = 0;
-      for (int i = 0; i < tiles; ++i) begins[i] = all, all += (kv_lens[i / of_each] + kTokens - 1) / kTokens;
+      for (int i = 0; i < tiles; ++i) begins[i] = all, all += max(least, (kv_lens[i / of_each] + unit - 1) / unit);
       begins[tiles] = all;
     }
     __syncthreads();
   }
-  const Cut cut(MERGES ? begins[tiles] : 0, grid, tiles, true);
+  const Cut cut(MERGES ? begins[tiles] : 0, grid / beside, tiles, true);
   for (int slot = threadIdx.x; slot < rows * (kInputs / 4); slot += kThreads) {
     const int row = slot / (kInputs / 4), column = slot % (kInputs / 4) * 4;
     float4 sum;
     int begin_block = 0, pieces = 1;
     if (MERGES) {
-      const int tile = row * of_each + head / tile_rows;
+      const int tile = row * of_each + head / together;
       if (begins[tile + 1] > begins[tile]) {
         begin_block = cut.owner(begins[tile]);
         pieces = cut.owner(begins[tile + 1] - 1) - begin_block + 1;
+        begin_block = begin_block * beside + head % together / tile_rows;
       }
     }
     if (pieces > 1) {
       const float* const parts = partial + static_cast<long long>(begin_block) * 2 * kPart(tile_rows, kInputs);
-      const Merged merged = merge_parts<8>(parts, pieces, tile_rows, kInputs, head % tile_rows, column);
+      const Merged merged = merge_parts<8>(parts, pieces, beside, tile_rows, kInputs, head % tile_rows, column);
       const float once = merged.total == 0 ? 0 : 1 / merged.total;
       sum = make_float4(merged.sum.x * once, merged.sum.y * once, merged.sum.z * once, merged.sum.w * once);
     } else {

@@ -10,7 +10,7 @@ from torch import Tensor
 from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
-from allspan.kernels.cuda.latent.attend import tile_rows_of
+from allspan.kernels.cuda.latent.attend import Cutting, tile_rows_of
 from allspan.kernels.ops import LatentWeights
 
 LEAST_CAPABILITY = (7, 5)
@@ -36,20 +36,27 @@ def absorb(q: Tensor, weights: LatentWeights[Tensor], out: Tensor) -> None:
 
 
 def values(
-    sums: Tensor, weights: LatentWeights[Tensor], table: PageTable, workspace: DecodeWorkspace, out: Tensor
+    sums: Tensor,
+    weights: LatentWeights[Tensor],
+    table: PageTable,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    cutting: Cutting,
 ) -> None:
-    """out[i, h] = sums[i, h] · v_up[h]ᵀ, where `latent_attend` made sums and left cut ones in the workspace."""
-    _product(sums, weights.v_up, out, (table, workspace))
+    """out[i, h] = sums[i, h] · v_up[h]ᵀ, where `latent_attend` made sums, with this cutting, and left cut ones in the
+    workspace."""
+    _product(sums, weights.v_up, out, (table, workspace, cutting))
 
 
-def _product(x: Tensor, weight: Tensor, out: Tensor, parts: tuple[PageTable, DecodeWorkspace] | None) -> None:
+def _product(x: Tensor, weight: Tensor, out: Tensor, parts: tuple[PageTable, DecodeWorkspace, Cutting] | None) -> None:
     heads, features, inputs = weight.shape
     of_block = (2 if inputs > 256 else 8) * _WARPS
-    partial, kv_lens = (parts[1].partial, parts[0].kv_lens) if parts else (None, None)
+    partial, kv_lens, cutting = (parts[1].partial, parts[0].kv_lens, parts[2]) if parts else (None, None, Cutting(16))
     arguments = [
         x, np.int64(x.stride(0)), np.int32(x.stride(1)), weight, out, np.int64(out.stride(0)), np.int32(out.stride(1)),
-        np.int32(len(x)), np.int32(heads), np.int32(features), partial, kv_lens, np.int32(tile_rows_of(heads)),
-        np.int32(gpu(x.device).multiprocessors),
+        np.int32(len(x)), np.int32(heads), np.int32(features), partial, kv_lens, np.int32(cutting.rows),
+        np.int32(gpu(x.device).multiprocessors), np.int32(cutting.beside), np.int32(cutting.tokens),
+        np.int32(cutting.is_sm90),
     ]  # fmt: skip
     function = _kernel(inputs, int(parts is not None), element_macro(x.dtype))
     launch(function, (heads, -(-features // of_block)), _THREADS, arguments, 0, True)

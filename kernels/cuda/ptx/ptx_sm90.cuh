@@ -72,6 +72,11 @@ __device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, in
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(element), "r"(row)
                : "memory");
 }
+__device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, int row, int place) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(element), "r"(row),
+               "r"(place)
+               : "memory");
+}
 // The other way, as far as the matrix goes: the tile is stored, or added to what is there (float32). wait_tiles waits
 // until what this thread has sent, but for the last N batches, was read from shared memory, which may then change.
 __device__ __forceinline__ void store_tile(const TensorMap& map, int element, int row, uint32_t from) {
@@ -156,8 +161,19 @@ __device__ __forceinline__ void multiply_keys(float (&d)[64], uint64_t a, uint64
       : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32)
       : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
 }
-// d[64][2 N] += a[64][16] · b[16][2 N]: a as four registers like those of mma.sync, b in shared memory, its rows along
-// k.
+__device__ __forceinline__ void multiply_keys(float (&d)[32], uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS32
+      ", %32, %33, adds, 1, 1, 0, 0;\n"
+      "}"
+      : ALLSPAN_32(d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
+// d[64][2 N] += a[64][16] · b[16][2 N]: a as four registers like those of mma.sync, or in shared memory like that of
+// multiply_keys; b in shared memory, its rows along k.
 __device__ __forceinline__ void multiply_values(float (&d)[64], const uint32_t* a, uint64_t b) {
   asm volatile(
       "{\n"
@@ -180,6 +196,29 @@ __device__ __forceinline__ void multiply_values(float (&d)[32], const uint32_t* 
       : ALLSPAN_32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+#define ALLSPAN_ALL128(d) ALLSPAN_32(d, 0), ALLSPAN_32(d, 32), ALLSPAN_32(d, 64), ALLSPAN_32(d, 96)
+__device__ __forceinline__ void multiply_values(float (&d)[128], const uint32_t* a, uint64_t b) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS128
+      ", {%128,%129,%130,%131}, %132, adds, 1, 1, 1;\n"
+      "}"
+      : ALLSPAN_ALL128(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void multiply_values(float (&d)[128], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n"
+      ".reg .pred adds;\n"
+      "setp.ne.b32 adds, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT " " ALLSPAN_SUMS128
+      ", %128, %129, adds, 1, 1, 0, 1;\n"
+      "}"
+      : ALLSPAN_ALL128(d)
+      : "l"(a), "l"(b));
+}
 // … of e4m3, 32 deep.
 __device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
   asm volatile(
@@ -201,7 +240,7 @@ __device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[64], uint64_t a, 
       "wgmma.mma_async.sync.aligned." shape " " ALLSPAN_SUMS128 ", %128, %129, adds, 1, 1" more \
       ";\n"                                                                                     \
       "}"                                                                                       \
-      : ALLSPAN_32(d, 0), ALLSPAN_32(d, 32), ALLSPAN_32(d, 64), ALLSPAN_32(d, 96)               \
+      : ALLSPAN_ALL128(d)                                                                       \
       : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
 __device__ __forceinline__ void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
   ALLSPAN_MULTIPLY_TILES("m64n256k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT, ", 0, 0");
@@ -211,6 +250,7 @@ __device__ __forceinline__ void multiply_tiles_e4m3(float (&d)[128], uint64_t a,
 }
 #undef ALLSPAN_MULTIPLY_TILES
 #undef ALLSPAN_SUMS128
+#undef ALLSPAN_ALL128
 // d[64][2 N] += a[64][16] · b[16][2 N]: a as four registers, b in shared memory, its columns along k.
 #define ALLSPAN_ROWS(sums, columns, registers, a0, a1, a2, a3, matrix, ...)                                     \
   asm volatile(                                                                                                 \

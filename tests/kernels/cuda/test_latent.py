@@ -160,6 +160,13 @@ def test_a_few_decodes_are_merged_by_the_product_behind(heads: int, device: str)
     check(heads, (64, 16, 16, 24), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], device)
 
 
+def test_a_few_decodes_of_many_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = EmulatorDriver(capability=(9, 0))
+    monkeypatch.setattr(modules, "driver", lambda: hopper)
+    check(128, (512, 16, 64, 16), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], "cpu")
+    assert {"attend_sm90", "latent_product"} <= {each.name for each in hopper.launched}
+
+
 def test_tiles_of_no_request_are_left_out(device: str) -> None:
     """As steps have them whose sizes a graph has fixed."""
     requests: Requests = [(40, 70), (3, 90)]

@@ -96,6 +96,7 @@ inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, u
   copy_tile(to, map, element, row, 0, barrier);
 }
 inline void fetch_tile(const TensorMap&, int, int) {}
+inline void fetch_tile(const TensorMap&, int, int, int) {}
 template <class Put>
 void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& put) {
   if (emulator::me->is_unfenced) emulator::fail("a tile is stored that has no fence behind it");
@@ -255,8 +256,14 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
 inline void multiply_keys(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
   start_product(d, nullptr, a, b, false, adds);
 }
-inline void multiply_values(float (&d)[64], const uint32_t* a, uint64_t b) { start_product(d, a, 0, b, true, true); }
-inline void multiply_values(float (&d)[32], const uint32_t* a, uint64_t b) { start_product(d, a, 0, b, true, true); }
+inline void multiply_keys(float (&d)[32], uint64_t a, uint64_t b, bool adds) {
+  start_product(d, nullptr, a, b, false, adds);
+}
+template <int kSums>
+void multiply_values(float (&d)[kSums], const uint32_t* a, uint64_t b) {
+  start_product(d, a, 0, b, true, true);
+}
+inline void multiply_values(float (&d)[128], uint64_t a, uint64_t b) { start_product(d, nullptr, a, b, true, true); }
 inline void multiply_tiles(float (&d)[128], uint64_t a, uint64_t b, bool adds) {
   start_product(d, nullptr, a, b, false, adds);
 }
@@ -296,6 +303,7 @@ void wait_products() {
       at = me.sums.erase(at);
     }
   }
+  emulator::exchange(0, 28);  // what one lane writes then, another must not find changed
 }
 inline void hold(float) {}
 template <int N>

@@ -1,0 +1,498 @@
+// Attention over latents of 512 elements and 64 that turn, in pages of 16 bits, for sm_90a, where the heads of some
+// queries fill tiles of 64 rows: a row of the cache is the key of all, and its first 512 elements are the value. Bound
+// by the tensor cores with 128 heads.
+//
+// Two warpgroups share the tile: of every two units of 64 tokens, each multiplies the keys of one and makes weights of
+// the scores, which it passes on through shared memory, and both multiply the weights of either unit with half of the
+// columns of its values; so softmax hides behind the other's products ("seesaw": FlashMLA, DeepSeek 2025). A warp of a
+// third one has units of tokens copied ahead, page by page, through a tensor map.
+//
+// Work is cut over the whole batch as in attend.cu, but `beside` blocks, of tiles that read the same tokens, have a
+// stretch together, so that what one reads lies in the GPU's cache for the others.
+#include "latent/cut.cuh"
+#include "ptx/ptx_sm90.cuh"
+
+// Chunks of the queries that are kept in registers; units that are fetched into the GPU's cache ahead; bits of ORDER:
+// the second scores wait until the first are asked for, the first values until the second scores are.
+#ifndef KEPT
+#define KEPT 0
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+#ifndef ORDER
+#define ORDER 0
+#endif
+constexpr int L = 512, kChunks = (L + 64) / 64, kUnit = 64, kRows = 64;
+constexpr int kGroup = 128, kBlock = 3 * kGroup, kSides = 2 * kGroup, kColumns = L / 2;  // of a side
+// A chunk: 64 elements of 64 tokens or queries, rows of 128 bytes, whose 16-byte parts are swizzled by the row.
+constexpr int kChunk = 64 * 128, kTile = kChunks * kChunk, kSlots = 2;
+// Parts of a slot, which come and go by themselves: what turns, which is of use for scores alone, and each side's
+// values.
+constexpr int kParts = 3, kHalf = L / 2 / 64;
+__device__ __forceinline__ constexpr int part_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / kHalf; }
+
+// What the tensor cores read, but for its address: eight rows take 1,024 bytes.
+constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32;
+constexpr uint64_t kAlong = kSwizzled | 1 << 16;             // rows along k
+constexpr uint64_t kAcross = kSwizzled | kChunk >> 4 << 16;  // k along rows, columns in chunks
+__device__ __forceinline__ uint64_t matrix(uint64_t kind, uint32_t at) { return kind | (at & 0x3ffff) >> 4; }
+
+// Hardware barriers: the weights of a side are there, threads of a side, of both, and what ORDER says.
+enum { kWeights = 1, kOwn = 3, kBoth = 5, kFirstAsked = 6, kSecondAsked = 7 };
+
+// A block's piece of a tile.
+struct Item {
+  long long first_out;
+  int row0, rows, before, end, all_see;  // as of a Tile; all_see: up to where all rows see
+  int token0, units;                     // 0 units: there is no more
+  int tile, begin_block, pieces;         // begin_block: who has the tile's first piece
+};
+
+struct Shared {
+  char *queries, *slots, *weights;
+  float *tops, *totals;                               // [2][kRows]; [2][2][kRows]
+  uint32_t full, empty, queries_full, queries_empty;  // barriers: of the parts of slots
+  Item* item;
+  int *is_last, *warp_sums, *first;  // first: item of the line, and the units before it
+
+  __device__ explicit Shared(char* all) {
+    char* const begin = all + (1024 - smem(all) % 1024) % 1024;
+    queries = begin, slots = begin + kTile, weights = slots + kSlots * kTile;
+    tops = reinterpret_cast<float*>(weights + kChunk), totals = tops + 2 * kRows;
+    item = reinterpret_cast<Item*>(totals + 4 * kRows);
+    char* const end = reinterpret_cast<char*>(item + 1);
+    full = smem(end), empty = full + kSlots * kParts * 8, queries_full = empty + kSlots * kParts * 8;
+    queries_empty = queries_full + 8;
+    is_last = reinterpret_cast<int*>(end + (2 * kSlots * kParts + 2) * 8), warp_sums = is_last + 1;
+    first = warp_sums + kBlock / 32;
+  }
+};
+
+__device__ __forceinline__ int units_of(const Tile& tile) {
+  return tile.row0 < tile.rows ? max(1, (tile.end + kUnit - 1) / kUnit) : 0;
+}
+
+// pages: the cache, [pages, page size, L + 64], of which tiles have 64 tokens or a page. Others: see attend.cu; `tiles`
+// and `of_each` count those of beside * 64 rows, and the grid is a multiple of `beside`.
+extern "C" __global__ void __launch_bounds__(kBlock, 1)
+    attend_sm90(const __grid_constant__ TensorMap pages, const bf16* q, long long q_stride, const bf16* q_turned,
+                long long turned_stride, int turned_head, const int* cut_tiles, const int* qo_indptr, const int* places,
+                const int* kv_lens, int tiles, int of_each, int heads, int is_before, const int* indptr,
+                const int* indices, int page_shift, float scale, bf16* out, float* lse, float* partial, int* counters,
+                int merges, int beside) {
+  DYNAMIC_SHARED(memory);
+  const Shared shared(memory);
+  const int lane = threadIdx.x % 32;
+  const Tiles list = {cut_tiles, qo_indptr, places, kv_lens, tiles, of_each, heads, is_before};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kSlots * kParts; ++i) {
+      barrier_init(shared.full + i * 8, 1);
+      barrier_init(shared.empty + i * 8, kGroup / 32);  // warps of a side
+    }
+    barrier_init(shared.queries_full, kGroup + 1);
+    barrier_init(shared.queries_empty, kSides / 32);
+    fence_shared();  // copies count at them
+  }
+  let_next_begin();
+  wait_for_ahead();
+
+  // A thread has as many of the line's items as any.
+  const int each = (tiles + kBlock - 1) / kBlock, own_begin = threadIdx.x * each;
+  const int own_end = min(tiles, own_begin + each);
+  int own = 0;
+  for (int i = own_begin; i < own_end; ++i) own += units_of(list.tile(i, kRows * beside));
+  int before = own, units = 0;
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) {
+    const int other = __shfl_up_sync(~0u, before, o);
+    if (lane >= o) before += other;
+  }
+  if (lane == 31) shared.warp_sums[threadIdx.x / 32] = before;
+  __syncthreads();
+  before -= own;
+  for (int w = 0; w < kBlock / 32; ++w) {
+    if (w < static_cast<int>(threadIdx.x) / 32) before += shared.warp_sums[w];
+    units += shared.warp_sums[w];
+  }
+  const int stretch = blockIdx.x / beside, sub = blockIdx.x % beside;
+  const Cut cut(units, gridDim.x / beside, tiles, !merges);
+  if (stretch >= cut.blocks) return;
+  const int first_unit = cut.begin(stretch), end_unit = cut.begin(stretch + 1);
+  if (before <= first_unit && first_unit < before + own) {
+    int i = own_begin;
+    for (int more; before + (more = units_of(list.tile(i, kRows * beside))) <= first_unit; ++i) before += more;
+    shared.first[0] = i, shared.first[1] = before;
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kGroup) {
+    give_registers < KEPT<2 ? 56 : 24>();
+    const int warp = threadIdx.x / 32, boxes = kUnit >> min(page_shift, 6), box_rows = kUnit / boxes;
+    int asked = 0;
+    uint32_t parity = 1;
+    const auto give = [&](const Item& item) {
+      barrier_wait(shared.queries_empty, parity);
+      parity ^= 1;
+      if (threadIdx.x == 0) {
+        *shared.item = item;
+        barrier_arrive(shared.queries_full);
+      }
+    };
+    int i = shared.first[0], begin = shared.first[1];
+    for (int unit = first_unit; unit < end_unit; ++i) {
+      Tile tile = list.tile(i, kRows * beside);
+      const int all = units_of(tile), from = unit - begin, count = min(begin + all, end_unit) - unit;
+      begin += all;
+      if (all == 0) continue;
+      unit += count;
+      tile.row0 += sub * kRows;
+      if (tile.row0 >= tile.rows) continue;
+      const int last_row = min(tile.row0 + kRows, tile.rows) - 1;
+      const int all_see = min(tile.end, tile.before + tile.row0 / heads + 1);
+      tile.end = min(tile.end, tile.before + last_row / heads + 1);
+      const int begin_stretch = cut.owner(begin - all), pieces = cut.owner(begin - 1) - begin_stretch + 1;
+      give({tile.first_out, tile.row0, tile.rows, tile.before, tile.end, all_see, from * kUnit, count, i * beside + sub,
+            begin_stretch * beside + sub, pieces});
+      // A warp copies 16 queries, a row at once: 64 lanes' worth of the latent, and 8 of what turns.
+#pragma unroll 1
+      for (int r = 0; r < 16; ++r) {
+        const int row = warp * 16 + r, of_request = tile.row0 + row;
+        const bool is_there = of_request < tile.rows;
+        const long long place = tile.first_out + of_request / heads;
+        const int head = of_request % heads;
+        const bf16* const latent = q + (is_there ? place * q_stride + head * L : 0);
+        const bf16* const turned = q_turned + (is_there ? place * turned_stride + head * turned_head : 0);
+        const uint32_t to = smem(shared.queries) + row * 128 + ((lane % 8 ^ row % 8) << 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          copy16(to + (half * 4 + lane / 8) * kChunk, latent + half * 256 + lane * 8, is_there);
+        if (lane < 8) copy16(to + (kChunks - 1) * kChunk, turned + lane * 8, is_there);
+      }
+      barrier_arrive_with_copies(shared.queries_full);
+      if (warp > 0) continue;
+      const int* const own_pages = indices + indptr[tile.request];
+      for (int u = 0; u < count; ++u, ++asked) {
+        const int token = (from + u) * kUnit + lane * box_rows, slot = asked % kSlots;
+        const bool is_seen = lane < boxes && token < tile.end;
+        const int page = is_seen ? __ldg(own_pages + (token >> page_shift)) : 0;
+        // Behind the last row of a page there are zeros.
+        const int row = is_seen ? token & ((1 << page_shift) - 1) : 1 << page_shift;
+        if (AHEAD && u % beside == sub && u + AHEAD < count) {
+          const int later = token + AHEAD * kUnit;
+          if (lane < boxes && later < tile.end) {
+            const int its_page = __ldg(own_pages + (later >> page_shift));
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) fetch_tile(pages, c * 64, later & ((1 << page_shift) - 1), its_page);
+          }
+        }
+        const uint32_t to = smem(shared.slots) + slot * kTile + lane * box_rows * 128;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const uint32_t full = shared.full + (slot * kParts + part) * 8;
+          barrier_wait(shared.empty + (slot * kParts + part) * 8, asked / kSlots % 2 ^ 1);
+          if (lane == 0) barrier_arrive_for(full, (part ? kHalf : 1) * kChunk);
+          __syncwarp();
+          if (lane < boxes) {
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c)
+              if (part_of(c) == part) copy_tile(to + c * kChunk, pages, c * 64, row, page, full);
+          }
+          __syncwarp();
+        }
+      }
+    }
+    give({});
+    barrier_arrive_with_copies(shared.queries_full);
+  } else {
+    take_registers < KEPT<2 ? 224 : 240>();
+    const int side = __shfl_sync(~0u, threadIdx.x / kGroup, 0) - 1, thread = threadIdx.x % kGroup;
+    const int my_row = thread / 32 * 16 + lane / 4;  // and eight further on
+    const uint64_t queries = matrix(kAlong, smem(shared.queries)), keys = matrix(kAlong, smem(shared.slots));
+    const uint64_t values = matrix(kAcross, smem(shared.slots) + side * (kColumns / 64) * kChunk);
+    const uint64_t all_weights = matrix(kAlong, smem(shared.weights));
+    float o[kColumns / 2], s[kUnit / 2];
+    uint32_t p[kUnit / 4], kept[KEPT ? KEPT * 16 : 1];
+    float top[2], total[2], keep[2];
+    int read = 0;  // units, of which the slots are counted
+
+    const auto wait_full = [&](int unit, int part) {
+      barrier_wait(shared.full + (unit % kSlots * kParts + part) * 8, unit / kSlots % 2);
+    };
+    const auto wait_all = [&](int unit) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) wait_full(unit, part);
+    };
+    const auto release = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const auto release_part = [&](int unit, int part) { release(shared.empty + (unit % kSlots * kParts + part) * 8); };
+    // Scores s of the tokens of a unit. What lies behind the last token may be anything, and 0 · NaN is NaN.
+    const auto ask_scores = [&](int unit, int there) {
+      if (there < kUnit) {
+        wait_all(unit);
+        char* const slot = shared.slots + unit % kSlots * kTile + there * 128;
+        const int bytes = (kUnit - there) * 128;
+        for (int at = thread * 16; at < bytes; at += kGroup * 16)
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) *reinterpret_cast<uint4*>(slot + c * kChunk + at) = make_uint4(0, 0, 0, 0);
+        fence_shared();
+        turn_wait(kOwn + side, kGroup);
+      }
+      const uint64_t slot = keys + (unit % kSlots * kTile >> 4);
+      if (KEPT) {
+#pragma unroll
+        for (int i = 0; i < kUnit / 2; ++i) s[i] = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
+        if (i == 0 || part_of(c) != part_of((i + kChunks - 2) % kChunks)) {
+          wait_full(unit, part_of(c));
+          begin_products();
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint64_t ahead = c * (kChunk >> 4) + k * 2;
+          if (c >= kChunks - KEPT)
+            multiply_rows(s, kept + ((c - (kChunks - KEPT)) * 4 + k) * 4, slot + ahead);
+          else
+            multiply_keys(s, queries + ahead, slot + ahead, i + k > 0);
+        }
+      }
+      end_products();
+    };
+    // o += weights · values of this side's columns; weights of this side or the other's.
+    const auto ask_values = [&](int unit, bool is_own) {
+      const uint64_t slot = values + (unit % kSlots * kTile >> 4);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kUnit / 16; ++k) {
+        const uint64_t from = slot + k * (16 * 128 >> 4);
+        if (is_own)
+          multiply_values(o, p + 4 * k, from);
+        else
+          multiply_values(o, all_weights + k * 2, from);
+      }
+      end_products();
+    };
+    const auto rescale = [&] {
+      if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1)) {
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) o[i] *= keep[i / 2 % 2];
+      }
+    };
+    // Takes over the highest scores that the other side has found.
+    const auto follow = [&] {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float high = shared.tops[(1 - side) * kRows + my_row + h * 8];
+        keep[h] = power(top[h] - (high == -kInf ? 0 : high));
+        total[h] *= keep[h], top[h] = high;
+      }
+    };
+    // Gives the weights p to the other side, and the highest scores.
+    const auto publish = [&] {
+#pragma unroll
+      for (int i = 0; i < kUnit / 4; ++i) {
+        const int row = my_row + i % 2 * 8, c = i / 2;
+        *reinterpret_cast<uint32_t*>(shared.weights + row * 128 + ((c ^ row % 8) << 4) + lane % 4 * 4) = p[i];
+      }
+      if (lane % 4 == 0) shared.tops[side * kRows + my_row] = top[0], shared.tops[side * kRows + my_row + 8] = top[1];
+      fence_shared();
+      turn_arrive(kWeights + side, kSides);
+    };
+
+    for (uint32_t turn = 0;; ++turn) {
+      barrier_wait(shared.queries_full, turn % 2);
+      Item item = *shared.item;
+      fence_shared();
+      // The same for all lanes, which the compiler is to know.
+      item.end = __shfl_sync(~0u, item.end, 0), item.all_see = __shfl_sync(~0u, item.all_see, 0);
+      const int count = __shfl_sync(~0u, item.units, 0), token0 = __shfl_sync(~0u, item.token0, 0);
+      if (count == 0) break;
+      if (KEPT) {
+#pragma unroll
+        for (int i = 0; i < KEPT * 4; ++i) {
+          const int row = thread / 32 * 16 + lane % 16, c = i % 4 * 2 + lane / 16;
+          load4(kept + i * 4,
+                smem(shared.queries) + (kChunks - KEPT + i / 4) * kChunk + row * 128 + ((c ^ row % 8) << 4));
+        }
+      }
+      int sees[2];  // tokens, less this lane's first column
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        sees[h] = min(item.end, item.before + (item.row0 + my_row + h * 8) / heads + 1) - lane % 4 * 2;
+      // Makes weights p of the scores, raising `top`.
+      const auto soften = [&](int first) {
+        if (first + kUnit > item.all_see) {
+#pragma unroll
+          for (int i = 0; i < kUnit / 2; ++i)
+            if (first + i / 4 * 8 + i % 2 >= sees[i / 2 % 2]) s[i] = -kInf;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float high = -kInf;
+#pragma unroll
+          for (int n = 0; n < kUnit / 8; ++n) high = fmaxf(high, fmaxf(s[n * 4 + h * 2], s[n * 4 + h * 2 + 1]));
+          high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+          high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+          high = fmaxf(top[h], high * scale);
+          const float base = high == -kInf ? 0 : high;
+          keep[h] = power(top[h] - base);
+          top[h] = high;
+          float sum = 0;
+#pragma unroll
+          for (int n = 0; n < kUnit / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& weight = s[n * 4 + h * 2 + e];
+              sum += weight = power(fmaf(weight, scale, -base));
+            }
+          total[h] = total[h] * keep[h] + sum;
+        }
+#pragma unroll
+        for (int i = 0; i < kUnit / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+      };
+      const auto there = [&](int u) { return max(0, min(kUnit, item.end - (token0 + u * kUnit))); };
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h] = -kInf, total[h] = 0;
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) o[i] = 0;
+
+      // Branches of what is in a loop would have the compiler wait for all products.
+      if (side == 0) {
+        const auto take_own = [&](int u, bool has_more) {
+          wait_products<0>();
+          settle(s);
+          release_part(read, 0);
+          if (!has_more) release(shared.queries_empty);
+          soften(token0 + u * kUnit);
+          publish();
+          rescale();
+        };
+        const auto take_pair = [&](int u, bool has_more) {
+          if (ORDER & 1) turn_arrive(kFirstAsked, kSides);
+          take_own(u, has_more);
+          if (ORDER & 2) turn_wait(kSecondAsked, kSides);
+          ask_values(read, true);
+          wait_products<0>();
+          settle(o);
+          release_part(read, 1 + side);
+          turn_wait(kWeights + 1, kSides);
+          follow();
+          rescale();
+          wait_full(read + 1, 1 + side);
+          ask_values(read + 1, false);
+        };
+        ask_scores(read, there(0));
+        int u = 0;
+        for (; u + 2 < count; u += 2, read += 2) {
+          take_pair(u, true);
+          ask_scores(read + 2, there(u + 2));
+          wait_products<1>();
+          settle(o);
+          release_part(read + 1, 1 + side);
+        }
+        if (u + 1 < count) {
+          take_pair(u, false);
+          wait_products<0>();
+          settle(o);
+          release_part(read + 1, 1 + side);
+          read += 2;
+        } else {
+          take_own(u, false);
+          ask_values(read, true);
+          wait_products<0>();
+          settle(o);
+          release_part(read, 1 + side);
+          ++read;
+        }
+      } else {
+        if (count == 1) release(shared.queries_empty);
+        const auto take_other = [&] {
+          turn_wait(kWeights, kSides);
+          follow();
+          rescale();
+          wait_full(read, 1 + side);
+          ask_values(read, false);
+        };
+        int u = 0;
+        for (; u + 1 < count; u += 2, read += 2) {
+          if (ORDER & 1) turn_wait(kFirstAsked, kSides);
+          ask_scores(read + 1, there(u + 1));
+          if (ORDER & 2) turn_arrive(kSecondAsked, kSides);
+          wait_products<0>();
+          settle(s);
+          release_part(read + 1, 0);
+          take_other();
+          if (u + 3 >= count) release(shared.queries_empty);
+          soften(token0 + (u + 1) * kUnit);
+          wait_products<0>();
+          settle(o);
+          release_part(read, 1 + side);
+          publish();
+          rescale();
+          ask_values(read + 1, true);
+          wait_products<0>();
+          settle(o);
+          release_part(read + 1, 1 + side);
+        }
+        if (u < count) {
+          take_other();
+          wait_products<0>();
+          settle(o);
+          release_part(read, 1 + side);
+          ++read;
+        }
+      }
+
+      // The end of this piece.
+      float* const totals = shared.totals + turn % 2 * 2 * kRows;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        total[h] += __shfl_xor_sync(~0u, total[h], 1);
+        total[h] += __shfl_xor_sync(~0u, total[h], 2);
+        if (lane % 4 == 0) totals[side * kRows + my_row + h * 8] = total[h];
+      }
+      turn_wait(kBoth, kSides);
+      const bool is_whole = item.pieces == 1;
+      float* const part = partial + (static_cast<long long>(blockIdx.x) * 2 + (token0 == 0)) * kPart(kRows, L);
+      const long long first_head = item.first_out * heads + item.row0;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = my_row + h * 8;
+        if (item.row0 + row >= item.rows) continue;
+        const float sum = total[h] + totals[(1 - side) * kRows + row], once = sum == 0 ? 0 : 1 / sum;
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const int column = side * kColumns + n * 8 + lane % 4 * 2;
+          const float low = o[n * 4 + h * 2], high = o[n * 4 + h * 2 + 1];
+          if (is_whole)
+            *reinterpret_cast<uint32_t*>(out + (first_head + row) * L + column) = pack(low * once, high * once);
+          else
+            *reinterpret_cast<float2*>(part + row * L + column) = make_float2(low, high);
+        }
+        if (side == 0 && lane % 4 == 0) {
+          if (!is_whole)
+            *reinterpret_cast<float2*>(part + kRows * L + row * 2) = make_float2(top[h], sum);
+          else if (lse)
+            lse[first_head + row] = sum == 0 ? -kInf : top[h] + log2f(sum);
+        }
+      }
+      if (is_whole || !merges) continue;
+      turn_wait(kBoth, kSides);
+      if (threadIdx.x == kGroup) {
+        __threadfence();
+        *shared.is_last = atomicAdd(counters + item.tile, 1) == item.pieces - 1;
+        __threadfence();
+        if (*shared.is_last) counters[item.tile] = 0;
+      }
+      turn_wait(kBoth, kSides);
+      if (!*shared.is_last) continue;
+      const float* const parts = partial + static_cast<long long>(item.begin_block) * 2 * kPart(kRows, L);
+      merge_tile<kRows, L, kSides>(parts, item.pieces, beside, min(kRows, item.rows - item.row0), threadIdx.x - kGroup,
+                                   out + first_head * L, lse ? lse + first_head : nullptr);
+    }
+  }
+}
