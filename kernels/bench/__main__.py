@@ -25,6 +25,7 @@ from allspan.kernels.errors import BackendUnavailable
 GROUPS = {
     "decode": "allspan.kernels.bench.attention:decode_cases",
     "prefill": "allspan.kernels.bench.attention:prefill_cases",
+    "latent": "allspan.kernels.bench.latent:latent_cases",
     "cascade": "allspan.kernels.bench.cascade:cascade_cases",
     "linear": "allspan.kernels.bench.linear:linear_cases",
     "experts": "allspan.kernels.bench.mixtures:mixture_cases",

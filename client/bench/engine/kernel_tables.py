@@ -12,6 +12,7 @@ from allspan.protos.api.errors import ConfigError
 TITLES = {
     "decode": "Decode attention",
     "prefill": "Prefill attention",
+    "latent": "Attention over latents",
     "cascade": "Cascade attention",
     "linear": "Products",
     "experts": "Experts of a mixture",

@@ -14,7 +14,7 @@ from typing import Any
 from allspan.client.bench.report import columns
 from allspan.protos.api.errors import ConfigError, Unavailable
 
-GROUPS = ("decode", "prefill", "cascade", "linear", "experts", "elementwise", "sampling")
+GROUPS = ("decode", "prefill", "latent", "cascade", "linear", "experts", "elementwise", "sampling")
 ABOUT = "The CUDA kernels beside FlashInfer, cuDNN, cuBLAS and torch, on one GPU, inside CUDA graphs; takes no MODEL."
 
 Report = dict[str, Any]
@@ -25,8 +25,8 @@ class KernelBenchConfig:
     """The flags of `allspan bench kernels`."""
 
     only: str = ""
-    """Times only these groups, separated by commas; empty times all: decode, prefill, cascade,
-    linear, experts, elementwise, sampling."""
+    """Times only these groups, separated by commas; empty times all: decode, prefill, latent,
+    cascade, linear, experts, elementwise, sampling."""
     rounds: int = 7
     """Times every side this many times, in turns, and reports medians."""
     markdown: str = ""

@@ -14,6 +14,8 @@ from allspan.kernels.bench.cascade import Shape as Sharing
 from allspan.kernels.bench.cascade import build as build_cascade
 from allspan.kernels.bench.case import Built, Case, Launch
 from allspan.kernels.bench.elementwise import build_norm, build_rotary, build_silu
+from allspan.kernels.bench.latent import Shape as Latents
+from allspan.kernels.bench.latent import build_latent
 from allspan.kernels.bench.linear import Shape as Product
 from allspan.kernels.bench.linear import build as build_product
 from allspan.kernels.bench.measure import GraphClock, Result, measure
@@ -32,6 +34,8 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "decode uint4": lambda device: build_decode(replace(SMALL, dtype=UINT4), device),
     "prefill": lambda device: build_prefill(replace(SMALL, requests=1), device),
     "cascade": lambda device: build_cascade(Sharing(3, 32, 16, heads=4, kv_heads=2, dim=64), device),
+    "latent": lambda device: build_latent(Latents(16, 2, 40, page=16), device),
+    "latent drafts": lambda device: build_latent(Latents(16, 2, 40, queries=3, page=16), device),
     "norm": lambda device: build_norm(1, device),
     "silu": lambda device: build_silu(1, device),
     "rotary": lambda device: build_rotary(1, device),
@@ -76,7 +80,7 @@ def check(name: str, device: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("decode int8", "prefill", "cascade", "norm", "rotary", "product int8", "greedy"),
+        *("decode int8", "prefill", "cascade", "latent drafts", "norm", "rotary", "product int8", "greedy"),
         *("experts fp8", "experts mxfp4", "router"),
     ],
 )
