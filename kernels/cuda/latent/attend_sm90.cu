@@ -37,6 +37,16 @@ constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint
 constexpr uint64_t kAlong = kSwizzled | 1 << 16;             // rows along k
 constexpr uint64_t kAcross = kSwizzled | kChunk >> 4 << 16;  // k along rows, columns in chunks
 __device__ __forceinline__ uint64_t matrix(uint64_t kind, uint32_t at) { return kind | (at & 0x3ffff) >> 4; }
+// … some bytes further on, where the compiler is not to keep all that it finds.
+struct Matrix {
+  uint32_t low;
+  __device__ __forceinline__ Matrix(uint64_t kind, uint32_t at) : low(static_cast<uint32_t>(matrix(kind, at))) {
+    keep(low);
+  }
+  __device__ __forceinline__ uint64_t operator+(int bytes) const {
+    return kSwizzled >> 32 << 32 | (low + (bytes >> 4));
+  }
+};
 
 // Hardware barriers: the weights of a side are there, threads of a side, of both, and what ORDER says.
 enum { kWeights = 1, kOwn = 3, kBoth = 5, kFirstAsked = 6, kSecondAsked = 7 };
@@ -66,6 +76,21 @@ struct Shared {
     queries_empty = queries_full + 8;
     is_last = reinterpret_cast<int*>(end + (2 * kSlots * kParts + 2) * 8), warp_sums = is_last + 1;
     first = warp_sums + kBlock / 32;
+  }
+};
+
+// A slot of a side, for a unit.
+struct Slot {
+  char* memory;
+  uint32_t keys, values;  // of their bytes
+  uint32_t full, empty, parity;
+
+  Slot() = default;
+  __device__ __forceinline__ Slot(const Shared& shared, int unit, int side) {
+    const int i = unit % kSlots;
+    memory = shared.slots + i * kTile;
+    keys = smem(memory), values = keys + side * kHalf * kChunk;
+    full = shared.full + i * kParts * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
   }
 };
 
@@ -208,71 +233,66 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
     take_registers < KEPT<2 ? 224 : 240>();
     const int side = __shfl_sync(~0u, threadIdx.x / kGroup, 0) - 1, thread = threadIdx.x % kGroup;
     const int my_row = thread / 32 * 16 + lane / 4;  // and eight further on
-    const uint64_t queries = matrix(kAlong, smem(shared.queries)), keys = matrix(kAlong, smem(shared.slots));
-    const uint64_t values = matrix(kAcross, smem(shared.slots) + side * (kColumns / 64) * kChunk);
-    const uint64_t all_weights = matrix(kAlong, smem(shared.weights));
     float o[kColumns / 2], s[kUnit / 2];
     uint32_t p[kUnit / 4], kept[KEPT ? KEPT * 16 : 1];
     float top[2], total[2], keep[2];
-    int read = 0;  // units, of which the slots are counted
+    int read = 0;      // units before the piece
+    Slot mine, other;  // of the unit of a pair whose scores this side has, and of the other one
 
-    const auto wait_full = [&](int unit, int part) {
-      barrier_wait(shared.full + (unit % kSlots * kParts + part) * 8, unit / kSlots % 2);
-    };
-    const auto wait_all = [&](int unit) {
+    const auto wait_full = [&](const Slot& slot, int part) { barrier_wait(slot.full + part * 8, slot.parity); };
+    const auto wait_all = [&](const Slot& slot) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) wait_full(unit, part);
+      for (int part = 0; part < kParts; ++part) wait_full(slot, part);
     };
     const auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto release_part = [&](int unit, int part) { release(shared.empty + (unit % kSlots * kParts + part) * 8); };
+    const auto release_part = [&](const Slot& slot, int part) { release(slot.empty + part * 8); };
     // Scores s of the tokens of a unit. What lies behind the last token may be anything, and 0 · NaN is NaN.
-    const auto ask_scores = [&](int unit, int there) {
+    const auto ask_scores = [&](int there) {
       if (there < kUnit) {
-        wait_all(unit);
-        char* const slot = shared.slots + unit % kSlots * kTile + there * 128;
+        wait_all(mine);
         const int bytes = (kUnit - there) * 128;
         for (int at = thread * 16; at < bytes; at += kGroup * 16)
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) *reinterpret_cast<uint4*>(slot + c * kChunk + at) = make_uint4(0, 0, 0, 0);
+          for (int c = 0; c < kChunks; ++c)
+            *reinterpret_cast<uint4*>(mine.memory + c * kChunk + there * 128 + at) = make_uint4(0, 0, 0, 0);
         fence_shared();
         turn_wait(kOwn + side, kGroup);
       }
-      const uint64_t slot = keys + (unit % kSlots * kTile >> 4);
       if (KEPT) {
 #pragma unroll
         for (int i = 0; i < kUnit / 2; ++i) s[i] = 0;
       }
+      const Matrix queries(kAlong, smem(shared.queries)), keys(kAlong, mine.keys);
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
         if (i == 0 || part_of(c) != part_of((i + kChunks - 2) % kChunks)) {
-          wait_full(unit, part_of(c));
+          wait_full(mine, part_of(c));
           begin_products();
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const uint64_t ahead = c * (kChunk >> 4) + k * 2;
+          const int ahead = c * kChunk + k * 32;
           if (c >= kChunks - KEPT)
-            multiply_rows(s, kept + ((c - (kChunks - KEPT)) * 4 + k) * 4, slot + ahead);
+            multiply_rows(s, kept + ((c - (kChunks - KEPT)) * 4 + k) * 4, keys + ahead);
           else
-            multiply_keys(s, queries + ahead, slot + ahead, i + k > 0);
+            multiply_keys(s, queries + ahead, keys + ahead, i + k > 0);
         }
       }
       end_products();
     };
     // o += weights · values of this side's columns; weights of this side or the other's.
-    const auto ask_values = [&](int unit, bool is_own) {
-      const uint64_t slot = values + (unit % kSlots * kTile >> 4);
+    const auto ask_values = [&](bool is_own) {
+      const Matrix values(kAcross, is_own ? mine.values : other.values), weights(kAlong, smem(shared.weights));
       begin_products();
 #pragma unroll
       for (int k = 0; k < kUnit / 16; ++k) {
-        const uint64_t from = slot + k * (16 * 128 >> 4);
         if (is_own)
-          multiply_values(o, p + 4 * k, from);
+          multiply_values(o, p + 4 * k, values + k * 16 * 128);
         else
-          multiply_values(o, all_weights + k * 2, from);
+          multiply_values(o, weights + k * 32, values + k * 16 * 128);
       }
       end_products();
     };
@@ -354,6 +374,11 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
 #pragma unroll
         for (int i = 0; i < kUnit / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
       };
+      // Side 0 has the first unit of each pair: for all of the piece, in the same slot.
+      const int begin = __shfl_sync(~0u, read, 0);
+      mine = Slot(shared, begin + side, side), other = Slot(shared, begin + 1 - side, side);
+      read += count;
+      const auto next = [&] { mine.parity ^= 1, other.parity ^= 1; };
       const auto there = [&](int u) { return max(0, min(kUnit, item.end - (token0 + u * kUnit))); };
 #pragma unroll
       for (int h = 0; h < 2; ++h) top[h] = -kInf, total[h] = 0;
@@ -365,48 +390,48 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
         const auto take_own = [&](int u, bool has_more) {
           wait_products<0>();
           settle(s);
-          release_part(read, 0);
+          release_part(mine, 0);
           if (!has_more) release(shared.queries_empty);
           soften(token0 + u * kUnit);
           publish();
           rescale();
         };
+        const auto end_own = [&] {
+          wait_products<0>();
+          settle(o);
+          release_part(mine, 1 + side);
+        };
         const auto take_pair = [&](int u, bool has_more) {
           if (ORDER & 1) turn_arrive(kFirstAsked, kSides);
           take_own(u, has_more);
           if (ORDER & 2) turn_wait(kSecondAsked, kSides);
-          ask_values(read, true);
-          wait_products<0>();
-          settle(o);
-          release_part(read, 1 + side);
+          ask_values(true);
+          end_own();
           turn_wait(kWeights + 1, kSides);
           follow();
           rescale();
-          wait_full(read + 1, 1 + side);
-          ask_values(read + 1, false);
+          wait_full(other, 1 + side);
+          ask_values(false);
         };
-        ask_scores(read, there(0));
+        ask_scores(there(0));
         int u = 0;
-        for (; u + 2 < count; u += 2, read += 2) {
+        for (; u + 2 < count; u += 2) {
           take_pair(u, true);
-          ask_scores(read + 2, there(u + 2));
+          next();
+          ask_scores(there(u + 2));
           wait_products<1>();
           settle(o);
-          release_part(read + 1, 1 + side);
+          release_part(other, 1 + side);
         }
         if (u + 1 < count) {
           take_pair(u, false);
           wait_products<0>();
           settle(o);
-          release_part(read + 1, 1 + side);
-          read += 2;
+          release_part(other, 1 + side);
         } else {
           take_own(u, false);
-          ask_values(read, true);
-          wait_products<0>();
-          settle(o);
-          release_part(read, 1 + side);
-          ++read;
+          ask_values(true);
+          end_own();
         }
       } else {
         if (count == 1) release(shared.queries_empty);
@@ -414,36 +439,36 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
           turn_wait(kWeights, kSides);
           follow();
           rescale();
-          wait_full(read, 1 + side);
-          ask_values(read, false);
+          wait_full(other, 1 + side);
+          ask_values(false);
+        };
+        const auto end_other = [&] {
+          wait_products<0>();
+          settle(o);
+          release_part(other, 1 + side);
         };
         int u = 0;
-        for (; u + 1 < count; u += 2, read += 2) {
+        for (; u + 1 < count; u += 2, next()) {
           if (ORDER & 1) turn_wait(kFirstAsked, kSides);
-          ask_scores(read + 1, there(u + 1));
+          ask_scores(there(u + 1));
           if (ORDER & 2) turn_arrive(kSecondAsked, kSides);
           wait_products<0>();
           settle(s);
-          release_part(read + 1, 0);
+          release_part(mine, 0);
           take_other();
           if (u + 3 >= count) release(shared.queries_empty);
           soften(token0 + (u + 1) * kUnit);
-          wait_products<0>();
-          settle(o);
-          release_part(read, 1 + side);
+          end_other();
           publish();
           rescale();
-          ask_values(read + 1, true);
+          ask_values(true);
           wait_products<0>();
           settle(o);
-          release_part(read + 1, 1 + side);
+          release_part(mine, 1 + side);
         }
         if (u < count) {
           take_other();
-          wait_products<0>();
-          settle(o);
-          release_part(read, 1 + side);
-          ++read;
+          end_other();
         }
       }
 
