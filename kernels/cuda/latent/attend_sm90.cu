@@ -8,7 +8,8 @@
 // third one has units of tokens copied ahead, page by page, through a tensor map.
 //
 // Work is cut over the whole batch as in attend.cu, but `beside` blocks, of tiles that read the same tokens, have a
-// stretch together, so that what one reads lies in the GPU's cache for the others.
+// stretch together: compiled with CLUSTER (1, or as many as `beside`), each copies a part of the tokens for all; else
+// what one reads lies in the GPU's cache for the others.
 #include "latent/cut.cuh"
 #include "ptx/ptx_sm90.cuh"
 
@@ -16,6 +17,14 @@
 // the second scores wait until the first are asked for, the first values until the second scores are.
 #ifndef KEPT
 #define KEPT 0
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTER
 #endif
 #ifndef AHEAD
 #define AHEAD 0
@@ -100,7 +109,7 @@ __device__ __forceinline__ int units_of(const Tile& tile) {
 
 // pages: the cache, [pages, page size, L + 64], of which tiles have 64 tokens or a page. Others: see attend.cu; `tiles`
 // and `of_each` count those of beside * 64 rows, and the grid is a multiple of `beside`.
-extern "C" __global__ void __launch_bounds__(kBlock, 1)
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
     attend_sm90(const __grid_constant__ TensorMap pages, const bf16* q, long long q_stride, const bf16* q_turned,
                 long long turned_stride, int turned_head, const int* cut_tiles, const int* qo_indptr, const int* places,
                 const int* kv_lens, int tiles, int of_each, int heads, int is_before, const int* indptr,
@@ -113,12 +122,13 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots * kParts; ++i) {
       barrier_init(shared.full + i * 8, 1);
-      barrier_init(shared.empty + i * 8, kGroup / 32);  // warps of a side
+      barrier_init(shared.empty + i * 8, CLUSTER * kGroup / 32);  // warps of a side
     }
     barrier_init(shared.queries_full, kGroup + 1);
     barrier_init(shared.queries_empty, kSides / 32);
     fence_shared();  // copies count at them
   }
+  if (CLUSTER > 1) cluster_arrive(), cluster_wait();
   let_next_begin();
   wait_for_ahead();
 
@@ -172,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
       if (all == 0) continue;
       unit += count;
       tile.row0 += sub * kRows;
-      if (tile.row0 >= tile.rows) continue;
-      const int last_row = min(tile.row0 + kRows, tile.rows) - 1;
+      if (CLUSTER == 1 && tile.row0 >= tile.rows) continue;
+      const int last_row = min(tile.row0 + kRows, tile.rows) - 1, group_end = tile.end;
       const int all_see = min(tile.end, tile.before + tile.row0 / heads + 1);
       tile.end = min(tile.end, tile.before + last_row / heads + 1);
       const int begin_stretch = cut.owner(begin - all), pieces = cut.owner(begin - 1) - begin_stretch + 1;
@@ -199,13 +209,13 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
       const int* const own_pages = indices + indptr[tile.request];
       for (int u = 0; u < count; ++u, ++asked) {
         const int token = (from + u) * kUnit + lane * box_rows, slot = asked % kSlots;
-        const bool is_seen = lane < boxes && token < tile.end;
+        const bool is_seen = lane < boxes && token < group_end;
         const int page = is_seen ? __ldg(own_pages + (token >> page_shift)) : 0;
         // Behind the last row of a page there are zeros.
         const int row = is_seen ? token & ((1 << page_shift) - 1) : 1 << page_shift;
         if (AHEAD && u % beside == sub && u + AHEAD < count) {
           const int later = token + AHEAD * kUnit;
-          if (lane < boxes && later < tile.end) {
+          if (lane < boxes && later < group_end) {
             const int its_page = __ldg(own_pages + (later >> page_shift));
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) fetch_tile(pages, c * 64, later & ((1 << page_shift) - 1), its_page);
@@ -221,7 +231,10 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
           if (lane < boxes) {
 #pragma unroll
             for (int c = 0; c < kChunks; ++c)
-              if (part_of(c) == part) copy_tile(to + c * kChunk, pages, c * 64, row, page, full);
+              if (part_of(c) == part && CLUSTER == 1)
+                copy_tile(to + c * kChunk, pages, c * 64, row, page, full);
+              else if (part_of(c) == part && c % CLUSTER == sub)
+                copy_tile_to_all(to + c * kChunk, pages, c * 64, row, page, full, CLUSTER);
           }
           __syncwarp();
         }
@@ -247,7 +260,12 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
     const auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto release_part = [&](const Slot& slot, int part) { release(slot.empty + part * 8); };
+    const auto release_part = [&](const Slot& slot, int part) {
+      if (CLUSTER == 1)
+        release(slot.empty + part * 8);
+      else if (lane < CLUSTER)
+        barrier_arrive_of(slot.empty + part * 8, lane);
+    };
     // Scores s of the tokens of a unit. What lies behind the last token may be anything, and 0 · NaN is NaN.
     const auto ask_scores = [&](int there) {
       if (there < kUnit) {
@@ -520,4 +538,5 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
                                    out + first_head * L, lse ? lse + first_head : nullptr);
     }
   }
+  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // others may still tell this block of slots
 }

@@ -13,6 +13,17 @@ __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
+// At the barrier in this place of a block of the cluster.
+__device__ __forceinline__ void barrier_arrive_of(uint32_t at, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 its;\n"
+      "mapa.shared::cluster.u32 its, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [its];\n"
+      "}" ::"r"(at),
+      "r"(rank)
+      : "memory");
+}
 // Once all copies that this thread has asked for are there, as one of the `count`.
 __device__ __forceinline__ void barrier_arrive_with_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
@@ -65,6 +76,15 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(to),
       "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier)
+      : "memory");
+}
+// … for all of the first `blocks` blocks of this cluster: into the same place of their shared memory, counted there.
+__device__ __forceinline__ void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row, int place,
+                                                 uint32_t barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier), "h"(static_cast<unsigned short>((1 << blocks) - 1))
       : "memory");
 }
 // Asks for a tile to be in the L2 cache.

@@ -129,11 +129,19 @@ void spoil(char* at, char* end) {
   for (; end - at >= 4; at += 4) std::memcpy(at, "\xff\xff\xff\x7f", 4);
 }
 
+// What went on by itself comes.
+void bring() {
+  for (const auto& come : block.due) come();
+  block.due = std::move(block.later);
+  block.later.clear();
+}
+
 void begin_block() {
   const int count = static_cast<int>(block_size.x * block_size.y * block_size.z);
   block.threads.clear();
   block.warps.assign((count + kWarp - 1) / kWarp, Warp());
   block.barrier = Barrier(), block.alive = count;
+  block.later.clear(), block.due.clear();
   std::fill(std::begin(block.turns), std::end(block.turns), Barrier());
   block.stacks.grow(static_cast<size_t>(count) * kStack);
   spoil(block.shared.data(), block.shared.data() + block.shared.size());
@@ -175,13 +183,9 @@ void run_block() {
   // What only works when the first threads are the fastest, or all as fast as each other, is told in some of the
   // blocks.
   const unsigned turn = block_index.x % 6;
-  std::vector<std::function<void()>> due;
-  block.later.clear();
   for (long round = 0, idle = 0; block.alive > 0; ++round) {
     block.moved = false;
-    for (const auto& come : due) come();
-    due = std::move(block.later);
-    block.later.clear();
+    bring();
     for (int i = 0; i < count; ++i) {
       me = block.threads[turn % 2 ? count - 1 - i : i].get();
       const unsigned warpgroup = me->index.x / (4 * kWarp);
@@ -226,8 +230,11 @@ void run_cluster(unsigned count, size_t shared) {
       if (round % (1 + (rank + first.x) % 3 * 3)) continue;
       enter(rank);
       try {
+        block.moved = false;
+        bring();
+        const bool has_come = block.moved;
         if (block.alive) go_on(0, block.threads.size(), false);
-        if (block.moved) idle = 0;
+        if (block.moved || has_come) idle = 0;
         if (!block.alive) check_past();
       } catch (const std::exception& what) {
         error = what.what();

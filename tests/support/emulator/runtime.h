@@ -99,7 +99,7 @@ struct Block {
   char* base = nullptr;
   size_t size = 0;
   Barrier barrier, turns[16];
-  std::vector<std::function<void()>> later;  // what goes on by itself, and comes two rounds after it began
+  std::vector<std::function<void()>> later, due;  // what goes on by itself, and comes two rounds after it began
   int alive = 0;
   bool moved = false;
   const char* error = nullptr;  // what went wrong
