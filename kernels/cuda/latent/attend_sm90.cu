@@ -266,8 +266,9 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       else if (lane < CLUSTER)
         barrier_arrive_of(slot.empty + part * 8, lane);
     };
-    // Scores s of the tokens of a unit. What lies behind the last token may be anything, and 0 · NaN is NaN.
-    const auto ask_scores = [&](int there) {
+    // Scores s of the tokens of a unit, in a batch for each part; `meanwhile` is done behind the first. What lies
+    // behind the last token may be anything, and 0 · NaN is NaN.
+    const auto ask_scores = [&](int there, auto&& meanwhile) {
       if (there < kUnit) {
         wait_all(mine);
         const int bytes = (kUnit - there) * 128;
@@ -287,6 +288,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       for (int i = 0; i < kChunks; ++i) {
         const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
         if (i == 0 || part_of(c) != part_of((i + kChunks - 2) % kChunks)) {
+          if (i > 0) end_products();
+          if (i == 1) meanwhile();
           wait_full(mine, part_of(c));
           begin_products();
         }
@@ -431,15 +434,16 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           wait_full(other, 1 + side);
           ask_values(false);
         };
-        ask_scores(there(0));
+        ask_scores(there(0), [] {});
         int u = 0;
         for (; u + 2 < count; u += 2) {
           take_pair(u, true);
           next();
-          ask_scores(there(u + 2));
-          wait_products<1>();
-          settle(o);
-          release_part(other, 1 + side);
+          ask_scores(there(u + 2), [&] {
+            wait_products<1>();
+            settle(o);
+            release_part(other, 1 + side);
+          });
         }
         if (u + 1 < count) {
           take_pair(u, false);
@@ -468,7 +472,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         int u = 0;
         for (; u + 1 < count; u += 2, next()) {
           if (ORDER & 1) turn_wait(kFirstAsked, kSides);
-          ask_scores(there(u + 1));
+          ask_scores(there(u + 1), [] {});
           if (ORDER & 2) turn_arrive(kSecondAsked, kSides);
           wait_products<0>();
           settle(s);
