@@ -29,7 +29,7 @@ from allspan.kernels.cuda.latent.attend import (
 BF16 = torch.bfloat16
 LATENT, TURNED = 512, 64
 SCALE = 192**-0.5
-"""Of DeepSeek's keys."""
+"""The scale of scores with DeepSeek's keys."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
     requests: int
     tokens: int
     queries: int = 1
-    """Of a request: drafts that are checked."""
+    """The number of queries of a request: drafts that are checked."""
     page: int = 64
 
     @property

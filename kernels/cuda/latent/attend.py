@@ -68,11 +68,11 @@ class Cutting:
     """How the kernel that is chosen cuts the work of a launch: see cut.cuh."""
 
     rows: int
-    """Of a tile."""
+    """The number of rows of a tile."""
     tokens: int = _TOKENS
-    """Of a unit."""
+    """The number of tokens of a unit."""
     beside: int = 1
-    """Tiles that have stretches together."""
+    """The number of tiles that have stretches together."""
     is_sm90: bool = False
 
 
