@@ -92,9 +92,9 @@ def cutting(q: Queries, cache: Tensor, plan: PrefillPlan | None) -> Cutting:
     """Chooses the kernel, by sizes alone: Hopper's own where the heads of a request's queries fill its tiles."""
     heads = q.latents.shape[1]
     queries = 1 if plan is None else plan.queries // max(1, len(plan.tiles))
-    if heads * queries >= LEAST_ROWS_SM90 and not attend_sm90.why_not(q.turned, cache, q.latents.shape[2]):
-        beside = attend_sm90.beside(heads, plan is not None)
-        return Cutting(attend_sm90.ROWS, attend_sm90.TOKENS, beside, True)
+    rows = heads * queries
+    if rows >= LEAST_ROWS_SM90 and not attend_sm90.why_not(q.turned, cache, q.latents.shape[2]):
+        return Cutting(attend_sm90.ROWS, attend_sm90.TOKENS, attend_sm90.beside(rows), True)
     return Cutting(_MOST_ROWS if plan is not None else tile_rows_of(heads))
 
 

@@ -17,16 +17,15 @@ LEAST_PAGE, TOKENS, ROWS = 16, 64, 64
 """Tokens of a page, at least; of a unit of work; rows of a tile."""
 
 _THREADS = 384
+_MANY = 8  # tiles, one more of which does not matter
 _CHUNK = 64 * 128
 _SHARED = 1024 + (3 * 9 + 1) * _CHUNK + 6 * ROWS * 4 + 256
 
 
-def beside(heads: int, has_plan: bool) -> int:
-    """Blocks that share a stretch, whose tiles read the same tokens."""
-    tiles = -(-heads // ROWS)
-    if has_plan:
-        return 2 if heads >= 2 * ROWS else 1
-    return 2 - tiles % 2
+def beside(rows: int) -> int:
+    """Returns how many blocks share a stretch, whose tiles read the same tokens, where a request has so many rows."""
+    tiles = -(-rows // ROWS)
+    return 2 if tiles % 2 == 0 or tiles > _MANY else 1
 
 
 def why_not(turned: Tensor, cache: Tensor, latent: int) -> str:
