@@ -63,10 +63,10 @@ def check(
         own = slice(first, first + new)
         if first < 0 or new == 0:
             continue
-        held = cache[indices[indptr[request] : indptr[request + 1]].long()].flatten(0, 2)[:length].double()
+        held = pages[0][table.indices[indptr[request] : indptr[request + 1]].long()].flatten(0, 2)[:length].double()
         seen = held[: length - new] if is_before else held
-        right, right_lse = attended_latents(q[own], seen, LATENT, SCALE, not is_before)
-        found, found_lse = out[own].cpu().double(), lse[own].cpu().double()
+        right, right_lse = attended_latents(q[own].to(device), seen, LATENT, SCALE, not is_before)
+        found, found_lse = out[own].double(), lse[own].double()
         torch.testing.assert_close(found_lse, right_lse, rtol=1e-4, atol=1e-4)
         if len(seen) == 0:
             assert not found.any()
