@@ -84,7 +84,7 @@ def _inputs(shape: Shape, sets: int, device: str) -> _Inputs:
     rows = shape.requests * shape.queries, shape.heads
     lengths = [shape.tokens] * shape.requests
     return _Inputs(
-        torch.randn(*rows, LATENT + TURNED, dtype=BF16, device=device) / 4,
+        torch.randn(*rows, LATENT + TURNED, dtype=BF16, device=device),
         torch.randn(pages.numel(), 1, shape.page, LATENT + TURNED, dtype=BF16, device=device),
         [PageTable(indptr, of_set.contiguous(), lens) for of_set in pages],
         plan_prefill([shape.queries] * shape.requests, lengths, 1, device) if shape.queries > 1 else None,
