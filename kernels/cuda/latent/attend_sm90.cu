@@ -26,6 +26,9 @@
 #else
 #define OF_CLUSTER
 #endif
+#ifndef PER
+#define PER 4
+#endif
 #ifndef AHEAD
 #define AHEAD 0
 #endif
@@ -40,6 +43,9 @@ constexpr int kChunk = 64 * 128, kTile = kChunks * kChunk, kSlots = 2;
 // values.
 constexpr int kParts = 3, kHalf = L / 2 / 64;
 __device__ __forceinline__ constexpr int part_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / kHalf; }
+// They come in pieces of up to PER chunks.
+constexpr int kPieces = 1 + 2 * kHalf / PER;
+__device__ __forceinline__ constexpr int piece_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / PER; }
 
 // What the tensor cores read, but for its address: eight rows take 1,024 bytes.
 constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32;
@@ -71,7 +77,7 @@ struct Item {
 struct Shared {
   char *queries, *slots, *weights;
   float *tops, *totals;                               // [2][kRows]; [2][2][kRows]
-  uint32_t full, empty, queries_full, queries_empty;  // barriers: of the parts of slots
+  uint32_t full, empty, queries_full, queries_empty;  // barriers: of pieces, of parts
   Item* item;
   int *is_last, *warp_sums, *first;  // first: item of the line, and the units before it
 
@@ -81,9 +87,9 @@ struct Shared {
     tops = reinterpret_cast<float*>(weights + kChunk), totals = tops + 2 * kRows;
     item = reinterpret_cast<Item*>(totals + 4 * kRows);
     char* const end = reinterpret_cast<char*>(item + 1);
-    full = smem(end), empty = full + kSlots * kParts * 8, queries_full = empty + kSlots * kParts * 8;
+    full = smem(end), empty = full + kSlots * kPieces * 8, queries_full = empty + kSlots * kParts * 8;
     queries_empty = queries_full + 8;
-    is_last = reinterpret_cast<int*>(end + (2 * kSlots * kParts + 2) * 8), warp_sums = is_last + 1;
+    is_last = reinterpret_cast<int*>(end + (kSlots * (kPieces + kParts) + 2) * 8), warp_sums = is_last + 1;
     first = warp_sums + kBlock / 32;
   }
 };
@@ -99,7 +105,7 @@ struct Slot {
     const int i = unit % kSlots;
     memory = shared.slots + i * kTile;
     keys = smem(memory), values = keys + side * kHalf * kChunk;
-    full = shared.full + i * kParts * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
+    full = shared.full + i * kPieces * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
   }
 };
 
@@ -120,10 +126,9 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
   const int lane = threadIdx.x % 32;
   const Tiles list = {cut_tiles, qo_indptr, places, kv_lens, tiles, of_each, heads, is_before};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots * kParts; ++i) {
-      barrier_init(shared.full + i * 8, 1);
+    for (int i = 0; i < kSlots * kPieces; ++i) barrier_init(shared.full + i * 8, 1);
+    for (int i = 0; i < kSlots * kParts; ++i)
       barrier_init(shared.empty + i * 8, CLUSTER * kGroup / 32);  // warps of a side
-    }
     barrier_init(shared.queries_full, kGroup + 1);
     barrier_init(shared.queries_empty, kSides / 32);
     fence_shared();  // copies count at them
@@ -224,17 +229,21 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         const uint32_t to = smem(shared.slots) + slot * kTile + lane * box_rows * 128;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const uint32_t full = shared.full + (slot * kParts + part) * 8;
           barrier_wait(shared.empty + (slot * kParts + part) * 8, asked / kSlots % 2 ^ 1);
-          if (lane == 0) barrier_arrive_for(full, (part ? kHalf : 1) * kChunk);
+          const uint32_t full = shared.full + slot * kPieces * 8;
+          if (lane == 0) {
+#pragma unroll
+            for (int c = 0; c < kChunks; c += c + 1 < kChunks ? PER : 1)
+              if (part_of(c) == part) barrier_arrive_for(full + piece_of(c) * 8, (part ? PER : 1) * kChunk);
+          }
           __syncwarp();
           if (lane < boxes) {
 #pragma unroll
             for (int c = 0; c < kChunks; ++c)
               if (part_of(c) == part && CLUSTER == 1)
-                copy_tile(to + c * kChunk, pages, c * 64, row, page, full);
+                copy_tile(to + c * kChunk, pages, c * 64, row, page, full + piece_of(c) * 8);
               else if (part_of(c) == part && c % CLUSTER == sub)
-                copy_tile_to_all(to + c * kChunk, pages, c * 64, row, page, full, CLUSTER);
+                copy_tile_to_all(to + c * kChunk, pages, c * 64, row, page, full + piece_of(c) * 8, CLUSTER);
           }
           __syncwarp();
         }
@@ -252,10 +261,14 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
     int read = 0;      // units before the piece
     Slot mine, other;  // of the unit of a pair whose scores this side has, and of the other one
 
-    const auto wait_full = [&](const Slot& slot, int part) { barrier_wait(slot.full + part * 8, slot.parity); };
+    const auto wait_full = [&](const Slot& slot, int piece) { barrier_wait(slot.full + piece * 8, slot.parity); };
     const auto wait_all = [&](const Slot& slot) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) wait_full(slot, part);
+      for (int piece = 0; piece < kPieces; ++piece) wait_full(slot, piece);
+    };
+    const auto wait_values = [&](const Slot& slot) {
+#pragma unroll
+      for (int piece = 0; piece < kHalf / PER; ++piece) wait_full(slot, 1 + side * (kHalf / PER) + piece);
     };
     const auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
@@ -287,10 +300,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
-        if (i == 0 || part_of(c) != part_of((i + kChunks - 2) % kChunks)) {
+        if (i == 0 || piece_of(c) != piece_of((i + kChunks - 2) % kChunks)) {
           if (i > 0) end_products();
           if (i == 1) meanwhile();
-          wait_full(mine, part_of(c));
+          wait_full(mine, piece_of(c));
           begin_products();
         }
 #pragma unroll
@@ -431,7 +444,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           turn_wait(kWeights + 1, kSides);
           follow();
           rescale();
-          wait_full(other, 1 + side);
+          wait_values(other);
           ask_values(false);
         };
         ask_scores(there(0), [] {});
@@ -461,7 +474,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           turn_wait(kWeights, kSides);
           follow();
           rescale();
-          wait_full(other, 1 + side);
+          wait_values(other);
           ask_values(false);
         };
         const auto end_other = [&] {

@@ -19,7 +19,7 @@ LEAST_PAGE, TOKENS, ROWS = 16, 64, 64
 _THREADS = 384
 _MANY = 8  # tiles, one more of which does not matter
 _CHUNK = 64 * 128
-_SHARED = 1024 + (3 * 9 + 1) * _CHUNK + 6 * ROWS * 4 + 256
+_SHARED = 1024 + (3 * 9 + 1) * _CHUNK + 6 * ROWS * 4 + 384
 
 
 def beside(rows: int) -> int:
