@@ -140,8 +140,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
   // A thread has as many of the line's items as any.
   const int each = (tiles + kBlock - 1) / kBlock, own_begin = threadIdx.x * each;
   const int own_end = min(tiles, own_begin + each);
+  // Behind a tile without rows, a request has no more that have some.
+  const auto after = [&](int i, int its_units) { return its_units ? i + 1 : (i / of_each + 1) * of_each; };
   int own = 0;
-  for (int i = own_begin; i < own_end; ++i) own += units_of(list.tile(i, kRows * beside));
+  for (int i = own_begin; i < own_end;) {
+    const int its_units = units_of(list.tile(i, kRows * beside));
+    own += its_units, i = after(i, its_units);
+  }
   int before = own, units = 0;
 #pragma unroll
   for (int o = 1; o < 32; o <<= 1) {
@@ -161,7 +166,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
   const int first_unit = cut.begin(stretch), end_unit = cut.begin(stretch + 1);
   if (before <= first_unit && first_unit < before + own) {
     int i = own_begin;
-    for (int more; before + (more = units_of(list.tile(i, kRows * beside))) <= first_unit; ++i) before += more;
+    for (int more; before + (more = units_of(list.tile(i, kRows * beside))) <= first_unit; i = after(i, more))
+      before += more;
     shared.first[0] = i, shared.first[1] = before;
   }
   __syncthreads();
@@ -180,10 +186,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       }
     };
     int i = shared.first[0], begin = shared.first[1];
-    for (int unit = first_unit; unit < end_unit; ++i) {
+    for (int unit = first_unit; unit < end_unit;) {
       Tile tile = list.tile(i, kRows * beside);
       const int all = units_of(tile), from = unit - begin, count = min(begin + all, end_unit) - unit;
-      begin += all;
+      const int me = i;
+      begin += all, i = after(i, all);
       if (all == 0) continue;
       unit += count;
       tile.row0 += sub * kRows;
@@ -192,8 +199,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       const int all_see = min(tile.end, tile.before + tile.row0 / heads + 1);
       tile.end = min(tile.end, tile.before + last_row / heads + 1);
       const int begin_stretch = cut.owner(begin - all), pieces = cut.owner(begin - 1) - begin_stretch + 1;
-      give({tile.first_out, tile.row0, tile.rows, tile.before, tile.end, all_see, from * kUnit, count, i * beside + sub,
-            begin_stretch * beside + sub, pieces});
+      give({tile.first_out, tile.row0, tile.rows, tile.before, tile.end, all_see, from * kUnit, count,
+            me * beside + sub, begin_stretch * beside + sub, pieces});
       // A warp copies 16 queries, a row at once: 64 lanes' worth of the latent, and 8 of what turns.
 #pragma unroll 1
       for (int r = 0; r < 16; ++r) {
