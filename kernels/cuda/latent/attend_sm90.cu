@@ -286,9 +286,15 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       else if (lane < CLUSTER)
         barrier_arrive_of(slot.empty + part * 8, lane);
     };
-    // Scores s of the tokens of a unit, in a batch for each part; `meanwhile` is done behind the first. What lies
-    // behind the last token may be anything, and 0 · NaN is NaN.
-    const auto ask_scores = [&](int there, auto&& meanwhile) {
+    // The other's product with values, asked for before one's scores, has been made.
+    const auto end_values = [&] {
+      wait_products<1>();
+      settle(o);
+      release_part(other, 1 + side);
+    };
+    // Scores s of the tokens of a unit, in a batch for each part; `after_values` have been made behind the first. What
+    // lies behind the last token may be anything, and 0 · NaN is NaN.
+    const auto ask_scores = [&](int there, bool after_values) {
       if (there < kUnit) {
         wait_all(mine);
         const int bytes = (kUnit - there) * 128;
@@ -309,7 +315,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
         if (i == 0 || piece_of(c) != piece_of((i + kChunks - 2) % kChunks)) {
           if (i > 0) end_products();
-          if (i == 1) meanwhile();
+          if (i == 1 && after_values) end_values();
           wait_full(mine, piece_of(c));
           begin_products();
         }
@@ -454,16 +460,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           wait_values(other);
           ask_values(false);
         };
-        ask_scores(there(0), [] {});
+        ask_scores(there(0), false);
         int u = 0;
         for (; u + 2 < count; u += 2) {
           take_pair(u, true);
           next();
-          ask_scores(there(u + 2), [&] {
-            wait_products<1>();
-            settle(o);
-            release_part(other, 1 + side);
-          });
+          ask_scores(there(u + 2), true);
         }
         if (u + 1 < count) {
           take_pair(u, false);
@@ -492,7 +494,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         int u = 0;
         for (; u + 1 < count; u += 2, next()) {
           if (ORDER & 1) turn_wait(kFirstAsked, kSides);
-          ask_scores(there(u + 1), [] {});
+          ask_scores(there(u + 1), false);
           if (ORDER & 2) turn_arrive(kSecondAsked, kSides);
           wait_products<0>();
           settle(s);
