@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -19,10 +20,11 @@ from allspan.client.cluster.discovery import Attach, sources_of
 from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.client.cluster.snapshot import ClusterView
 from allspan.client.event_loop import HomeLoop, LoopThread
+from allspan.client.operations import ClusterOperations
 from allspan.client.process import ClusterProcess
 from allspan.client.transport.base import Connect
 from allspan.protos.api.batch_generate import AsyncWaits, BatchGenerate, wait_all_finished
-from allspan.protos.api.engine import Completion, EngineStatistics, OpProfile, Prompt
+from allspan.protos.api.engine import Completion, EngineStatistics, Prompt
 from allspan.protos.api.errors import AllspanError, CheckpointError, ConfigError, ModelNotFound, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.prompts import (
@@ -62,7 +64,7 @@ class ServeOptions(EngineOptions, total=False):
     quiet: bool
 
 
-class ClientEngine(EmbeddingCalls):
+class ClientEngine(ClusterOperations, EmbeddingCalls):
     """An engine on a cluster, with every method of `allspan.protos.api.engine.EngineProtocol`; safe from any thread.
 
         with ClientEngine("smollm2-135m-instruct", ranks=2) as engine:
@@ -130,9 +132,10 @@ class ClientEngine(EmbeddingCalls):
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The world that this engine is attached to, or was last; of several replicas, the first that is up."""
+        """The world that this engine is attached to, or was last, with the adapters that are loaded now; of several
+        replicas, the first that is up."""
         assert self._session.info is not None  # set by the constructor's attach
-        return self._session.info
+        return replace(self._session.info, adapters=self.list_loras())
 
     @property
     def model(self) -> str:
@@ -177,12 +180,6 @@ class ClientEngine(EmbeddingCalls):
     @functools.cached_property
     def embedding_card(self) -> EmbeddingCard:
         return embedding_card(self.cluster.model_path, self.model)
-
-    def start_model(self) -> None:
-        self._control("start_model", 0.0)
-
-    def stop_model(self, timeout: float = 60.0) -> None:
-        self._control("stop_model", timeout)
 
     def close(self) -> None:
         self._finalizer()
@@ -239,44 +236,6 @@ class ClientEngine(EmbeddingCalls):
         """The cluster as it is known within `timeout` seconds, up or not; for asyncio."""
         return await self._loop.arun(self._session.view(timeout))
 
-    def reset_prefix_cache(self) -> None:
-        self._control("reset_prefix_cache", 0.0)
-
-    def unload_weights(self, timeout: float = 60.0) -> None:
-        self._control("unload_weights", timeout)
-
-    def reload_weights(self, timeout: float = 600.0) -> None:
-        self._control("reload_weights", timeout)
-
-    def rebalance_experts(self, timeout: float = 600.0) -> None:
-        self._control("rebalance_experts", timeout)
-
-    def start_profile(self) -> None:
-        self._control("start_profile", 0.0)
-
-    def stop_profile(self) -> None:
-        self._control("stop_profile", 0.0)
-
-    async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
-        """Runs one of the operations above, by its method's name, for asyncio."""
-        await self._loop.arun(self._session.control(operation, timeout))
-
-    def op_profile(self) -> tuple[OpProfile, ...]:
-        return tuple(OpProfile(**op) for op in self._inspect("profile")["ops"])
-
-    def model_info(self) -> dict[str, Any]:
-        return self._inspect("model")
-
-    def file_info(self) -> dict[str, Any]:
-        return self._inspect("files")
-
-    def version(self) -> str:
-        return str(self._inspect("version")["version"])
-
-    async def ainspect(self, what: str) -> dict[str, Any]:
-        """ "profile", "model", "files" or "version", for asyncio."""
-        return await self._loop.arun(self._session.inspect(what))
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -313,12 +272,6 @@ class ClientEngine(EmbeddingCalls):
     def _home_loop(self) -> HomeLoop:
         """The loop on which the results arrive."""
         return LoopThread("allspan-client")
-
-    def _control(self, operation: str, timeout: float) -> None:
-        self._loop.run(self._session.control(operation, timeout))
-
-    def _inspect(self, what: str) -> dict[str, Any]:
-        return self._loop.run(self._session.inspect(what))
 
     def _generation(
         self, prompts: Prompt | Sequence[Prompt], params: Params, options: RequestOptions | None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from typing import Any
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters, counters_of
 from allspan.protos.api.errors import InternalError, InvalidRequest, from_code
 from allspan.protos.api.grammar import Grammar
@@ -78,6 +80,18 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
         pooling=message.pooling,
         adapter=message.adapter,
     )
+
+
+def adapter_to_wire(adapter: AdapterModule) -> pb.Adapter:
+    return pb.Adapter(**asdict(adapter))
+
+
+def adapter_from_wire(message: pb.Adapter) -> AdapterModule:
+    return AdapterModule(message.name, message.path, message.base_model_name, message.digest)
+
+
+def adapters_to_wire(version: int, adapters: Iterable[AdapterModule]) -> pb.AdapterList:
+    return pb.AdapterList(version=version, adapters=map(adapter_to_wire, adapters))
 
 
 def counters_to_wire(counters: EngineCounters) -> bytes:

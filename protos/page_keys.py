@@ -8,12 +8,14 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from allspan.protos.api.adapters import NO_ADAPTER
+
 KEY_BYTES = 16
 SHORT_BYTES = 8
 
 
 def root_key(*parts: str | int) -> bytes:
-    """What stands before a first page: the model's name, the version of its weights, the adapter, the digests
+    """What stands before a first page: the model's name, the version of its weights, the adapter's digest, the digests
     of embedding rows and positions, the rotary table, the cache salt."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
@@ -50,15 +52,13 @@ class PageShape:
     model: str
     weights_version: int = 1
     prompt_lengths: tuple[int, ...] = ()
-    adapters: tuple[str, ...] = ()
-    """The names of the adapters, in the order of their slots."""
 
-    def keys(self, tokens: Sequence[int], prompt_len: int, salt: str, most: int, adapter: str = "") -> Iterator[int]:
+    def keys(
+        self, tokens: Sequence[int], prompt_len: int, salt: str, most: int, adapter: int = NO_ADAPTER
+    ) -> Iterator[int]:
         """The short keys of the first full pages, at most `most`, each made when it is read, of a request that came
-        over the wire: one without embedding rows and positions of its own. The name of an adapter that the world does
-        not have makes keys that no page there has."""
+        over the wire: one without embedding rows and positions of its own. `adapter`: the digest of its adapter."""
         table = rotary_table(self.prompt_lengths, prompt_len)
-        slot = self.adapters.index(adapter) if adapter in self.adapters else adapter or -1
-        root = root_key(self.model, self.weights_version, slot, "", table, salt)
+        root = root_key(self.model, self.weights_version, adapter, "", table, salt)
         pages = iter_page_keys(root, tokens[: most * self.page_tokens], self.page_tokens)
         return map(short_key, pages)

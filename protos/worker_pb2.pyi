@@ -11,7 +11,7 @@ class Ack(_message.Message):
     def __init__(self) -> None: ...
 
 class StartRequestMessage(_message.Message):
-    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids", "pooling")
+    __slots__ = ("request_id", "client_id", "model", "prompt_token_ids", "sampling", "adapter", "cache_salt", "priority", "epoch", "timeout_s", "no_prefix_cache", "output_token_ids", "pooling", "adapter_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class StartRequestMessage(_message.Message):
     NO_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     client_id: str
     model: str
@@ -38,7 +39,8 @@ class StartRequestMessage(_message.Message):
     no_prefix_cache: bool
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     pooling: str
-    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[str] = ...) -> None: ...
+    adapter_digest: int
+    def __init__(self, request_id: _Optional[bytes] = ..., client_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., epoch: _Optional[int] = ..., timeout_s: _Optional[float] = ..., no_prefix_cache: bool = ..., output_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[str] = ..., adapter_digest: _Optional[int] = ...) -> None: ...
 
 class RequestIds(_message.Message):
     __slots__ = ("request_ids",)
@@ -121,7 +123,7 @@ class RequestTimings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., arrived_at: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("step", "epoch", "outputs", "progress", "refusal", "load", "page_events")
+    __slots__ = ("step", "epoch", "outputs", "progress", "refusal", "load", "page_events", "adapters")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,7 @@ class StepOutputs(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PAGE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     epoch: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
@@ -136,7 +139,8 @@ class StepOutputs(_message.Message):
     refusal: str
     load: EngineLoad
     page_events: _containers.RepeatedCompositeFieldContainer[PageEvents]
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ..., refusal: _Optional[str] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., page_events: _Optional[_Iterable[_Union[PageEvents, _Mapping]]] = ...) -> None: ...
+    adapters: AdapterList
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., progress: _Optional[int] = ..., refusal: _Optional[str] = ..., load: _Optional[_Union[EngineLoad, _Mapping]] = ..., page_events: _Optional[_Iterable[_Union[PageEvents, _Mapping]]] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
     __slots__ = ("running", "waiting", "queued_tokens", "pages_used", "pages_total", "cached_pages")
@@ -191,7 +195,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids", "device", "numa_nodes", "threads", "experts", "adapters")
+    __slots__ = ("rank", "world_size", "epoch", "pid", "host", "state", "progress", "progress_age_s", "model", "model_path", "max_model_len", "vocab_size", "statistics", "kernels", "eos_token_ids", "device", "numa_nodes", "threads", "experts", "adapters", "lora_dir")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +216,7 @@ class WorkerStatus(_message.Message):
     THREADS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    LORA_DIR_FIELD_NUMBER: _ClassVar[int]
     rank: int
     world_size: int
     epoch: int
@@ -232,17 +237,52 @@ class WorkerStatus(_message.Message):
     threads: int
     experts: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ..., experts: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    lora_dir: str
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., progress_age_s: _Optional[float] = ..., model: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., kernels: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., numa_nodes: _Optional[str] = ..., threads: _Optional[int] = ..., experts: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., lora_dir: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "path", "base_model_name")
+    __slots__ = ("name", "path", "base_model_name", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     base_model_name: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., base_model_name: _Optional[str] = ...) -> None: ...
+    digest: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., base_model_name: _Optional[str] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("version", "adapters")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter", "timeout_s")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    timeout_s: float
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name", "timeout_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    timeout_s: float
+    def __init__(self, name: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class AdapterReply(_message.Message):
+    __slots__ = ("adapters", "num_requests")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    adapters: AdapterList
+    num_requests: int
+    def __init__(self, adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("layer", "tokens", "groups")

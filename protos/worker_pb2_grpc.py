@@ -66,6 +66,16 @@ class WorkerStub(object):
                 request_serializer=allspan_dot_protos_dot_worker__pb2.ControlRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_worker__pb2.Ack.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/allspan.worker.v1.Worker/LoadAdapter',
+                request_serializer=allspan_dot_protos_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_worker__pb2.AdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/allspan.worker.v1.Worker/UnloadAdapter',
+                request_serializer=allspan_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_worker__pb2.AdapterReply.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/allspan.worker.v1.Worker/Inspect',
                 request_serializer=allspan_dot_protos_dot_worker__pb2.InspectRequest.SerializeToString,
@@ -121,6 +131,20 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Has all ranks load a LoRA adapter, or forget one; leader only. Answered once it is done. An adapter that is there with
+        the same digest is left alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inspect(self, request, context):
         """What there is to know about this rank that changes seldom, as a JSON object.
         """
@@ -160,6 +184,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=allspan_dot_protos_dot_worker__pb2.ControlRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_worker__pb2.Ack.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=allspan_dot_protos_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_worker__pb2.AdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=allspan_dot_protos_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_worker__pb2.AdapterReply.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -331,6 +365,60 @@ class Worker(object):
             '/allspan.worker.v1.Worker/Control',
             allspan_dot_protos_dot_worker__pb2.ControlRequest.SerializeToString,
             allspan_dot_protos_dot_worker__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.worker.v1.Worker/LoadAdapter',
+            allspan_dot_protos_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            allspan_dot_protos_dot_worker__pb2.AdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.worker.v1.Worker/UnloadAdapter',
+            allspan_dot_protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            allspan_dot_protos_dot_worker__pb2.AdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -244,9 +244,9 @@ def _mark_operations(core: EngineCore, heartbeat: HeartbeatWriter) -> None:
     """Weights are given back and read again on the loop's thread, for as long as a start may take."""
     operate = core.operations.on_operation
 
-    def marked(operation: Operation) -> None:
+    def marked(operation: Operation, argument: bytes) -> None:
         with heartbeat.loading():
-            operate(operation)
+            operate(operation, argument)
 
     core.operations.on_operation = marked
 
@@ -294,7 +294,6 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         weight_bytes=loaded.model.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         prompt_lengths=limits.row_inputs.prompt_lengths,
-        adapters=parse_modules(config.adapters, (config.model.name,)),
     )
 
 
@@ -310,7 +309,8 @@ def _cluster_info(config: WorkerConfig, facts: RankFacts, infos: list[bytes], st
         watchdog_timeout=config.service.watchdog_timeout,
         supervisor_pid=config.service.supervisor_pid,
         tls=config.service.tls,
-        adapters=facts.adapters,
+        adapters=tuple(module.loaded() for module in parse_modules(config.adapters, (config.model.name,))),
+        lora_dir=config.adapters.lora_dir,
         ranks=tuple(RankInfo(**json.loads(info)) for info in infos),
     )
 

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from allspan.client.transport.base import STATUS, Connect
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError, Unavailable
 from allspan.protos.cluster.cluster_file import CLUSTER_FILE, ClusterInfo, RankInfo, read_cluster
 from allspan.protos.cluster.running import find_by_address, running_clusters
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
+from allspan.protos.convert import adapter_from_wire
 
 _SCHEMES = ("http://", "https://", "grpc://", "grpcs://")
 _ADDRESS = re.compile(r"(unix:|unix-abstract:|ipv[46]:|dns:).+|[^/\s]+:\d+")
@@ -83,7 +83,8 @@ class RankAddresses:
             vocab_size=leader.vocab_size,
             eos_token_ids=tuple(leader.eos_token_ids),
             tls=self._tls,
-            adapters=tuple(AdapterModule(each.name, each.path, each.base_model_name) for each in leader.adapters),
+            adapters=tuple(map(adapter_from_wire, leader.adapters)),
+            lora_dir=leader.lora_dir,
             ranks=tuple(
                 RankInfo(status.rank, status.pid, status.host, address)
                 for status, address in zip(statuses, self._addresses, strict=True)

@@ -210,10 +210,12 @@ class Replica:
             await world.open(OPEN_TIMEOUT_S)
             if await self._is_given_up(info):  # it may have answered late, across a network that was broken meanwhile
                 raise Unavailable(f"epoch {info.epoch} is over")
+            await self.knowledge.adapters.bring(world)
             world.begin()
         except BaseException:
             if self.status.state is ReplicaState.CONNECTING:
                 self.status.move(before)
+            self.knowledge.adapters.forget()
             await world.close()
             raise
         self._world = world

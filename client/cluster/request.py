@@ -14,6 +14,7 @@ from allspan.client.cluster.replica import Replica
 from allspan.client.cluster.routing.knowledge import MAX_PAGES
 from allspan.client.cluster.world import WorldClient
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import NO_ADAPTER
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, from_code
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
@@ -68,9 +69,11 @@ class OpenRequest:
         params: SamplingParams,
         options: RequestOptions | None,
         owner: Owner,
+        adapter: int = NO_ADAPTER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`params` has a seed, so that every attempt draws the same tokens."""
+        """`params` has a seed, so that every attempt draws the same tokens; `adapter`: the digest of the load of its
+        adapter, the same in every world."""
         self.request_id = request_id
         self.prompt = tuple(prompt)
         self.params = params
@@ -81,9 +84,10 @@ class OpenRequest:
         self.is_stopping = False
         self.losses = 0
         self.retry_task: asyncio.Task[None] | None = None
+        self.adapter = adapter
         self._owner = owner
-        self._clock = clock
-        self._started = clock()
+        started = clock()
+        self._elapsed: Callable[[], float] = lambda: clock() - started
         self._was_lost = False
         self._known_to: set[ClusterInfo] = set()
 
@@ -157,6 +161,8 @@ class OpenRequest:
             output_token_ids=self.output.token_ids,
         )
         options_to_wire(self.options, message)
+        if self.adapter != NO_ADAPTER:
+            message.adapter_digest = self.adapter
         if not is_first and (remaining := self.remaining_s) is not None:
             message.timeout_s = max(remaining, 0.001)
         return message
@@ -193,11 +199,11 @@ class OpenRequest:
     def _keys(self, shape: PageShape, tokens: Sequence[int]) -> Iterator[int]:
         if not self.options.prefix_cache:
             return iter(())
-        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES, self.options.adapter)
+        return shape.keys(tokens, len(self.prompt), self.options.cache_salt, MAX_PAGES, self.adapter)
 
     @property
     def _elapsed_s(self) -> float:
-        return self._clock() - self._started
+        return self._elapsed()
 
     def _params(self) -> SamplingParams:
         """Prompt log-probabilities that have all come are not asked for again."""

@@ -18,6 +18,7 @@ from allspan.client.cluster.state import ReplicaState
 from allspan.client.cluster.world import WorldClient, WorldLost
 from allspan.client.transport.base import Connect
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import find_adapter, lost_adapter
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import (
     AllspanError,
@@ -74,7 +75,7 @@ class Session:
     ) -> None:
         self._policy = policy or ResumePolicy()
         self._call_timeout = call_timeout
-        self._router = Router(sources, connect, call_timeout, self._leave_silent)
+        self.router = Router(sources, connect, call_timeout, self._leave_silent)
         self._open: dict[bytes, OpenRequest] = {}
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -82,26 +83,26 @@ class Session:
     @property
     def info(self) -> ClusterInfo | None:
         """The cluster, as of a world that was attached to."""
-        return self._router.info
+        return self.router.info
 
     @property
     def down_cause(self) -> str:
         """The reason why requests are refused; "" while they are taken."""
-        return self._router.down_cause
+        return self.router.down_cause
 
     @property
     def unready_cause(self) -> str:
         """The reason why no replica is READY: `down_cause`, a stopped model, a step loop that makes no progress; ""
         while one is."""
-        return self._router.unready_cause
+        return self.router.unready_cause
 
     def page_events(self) -> list[AsyncGenerator[pb.PageEvents, None]]:
         """Returns the page events of each replica; see `page_events`."""
-        return self._router.page_events()
+        return self.router.page_events()
 
     async def attach(self, timeout: float, answer_timeout: float = 0.0) -> None:
         """See `Router.attach`."""
-        await self._router.attach(timeout, answer_timeout)
+        await self.router.attach(timeout, answer_timeout)
 
     async def start(
         self,
@@ -113,10 +114,11 @@ class Session:
         """Admits a request on every rank of a replica. Cancelling this leaves no request behind."""
         if self._closed:
             raise Unavailable("the engine is closed")
-        await self._router.some_ready()
+        await self.router.some_ready()
         if request_id in self._open:
             raise AlreadyExists(f"request_id is {request_id.hex()}, which is in use; release that request first")
-        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options, self)
+        adapter = find_adapter(options.adapter if options else "", self.router.adapters.listed())
+        request = self._open[request_id] = OpenRequest(request_id, prompt_ids, params, options, self, adapter)
         admission = request.retry_task = self._spawn(self._first_attempt(request))
         try:
             await asyncio.wait([admission])
@@ -159,23 +161,23 @@ class Session:
         Unavailable when they will not be."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._policy.timeout_s
-        while self._router.down_cause:
-            if not (self._policy.enabled and self._router.may_return and loop.time() < deadline):
-                raise Unavailable(self._router.down_cause)
-            await self._router.news(deadline - loop.time())
+        while self.router.down_cause:
+            if not (self._policy.enabled and self.router.may_return and loop.time() < deadline):
+                raise Unavailable(self.router.down_cause)
+            await self.router.news(deadline - loop.time())
 
     async def statistics(self) -> EngineStatistics:
-        return await self._router.statistics()
+        return await self.router.statistics()
 
     async def view(self, timeout: float) -> ClusterView:
         """Returns the cluster's state and statistics, up or not, as far as they are known within `timeout` seconds."""
-        return await self._router.view(timeout)
+        return await self.router.view(timeout)
 
     async def control(self, operation: str, timeout: float) -> None:
-        await self._router.control(operation, timeout)
+        await self.router.control(operation, timeout)
 
     async def inspect(self, what: str) -> dict[str, Any]:
-        return await self._router.inspect(what)
+        return await self.router.inspect(what)
 
     async def close(self) -> None:
         """Ends every request with RequestCancelled, and the leases with the ranks. Idempotent."""
@@ -187,7 +189,7 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._router.close()
+        await self.router.close()
 
     def finished(self, request: OpenRequest, reason: str) -> None:
         attempt = request.attempt
@@ -211,10 +213,8 @@ class Session:
     def _leave_silent(self) -> None:
         """Has the requests of silent worlds go on in others where there are such: the host may be off or cut off, which
         breaks no connection. Ranks that are heard again must not go on with them."""
-        if self._policy.enabled and any(
-            replica.status.state is ReplicaState.READY for replica in self._router.replicas
-        ):
-            for world in self._router.silent:
+        if self._policy.enabled and any(replica.status.state is ReplicaState.READY for replica in self.router.replicas):
+            for world in self.router.silent:
                 if world.requests:
                     self._spawn(self._stop_left(world, world.leave()))
 
@@ -225,7 +225,7 @@ class Session:
 
     def _end(self, request: OpenRequest) -> None:
         if request.replica is not None:
-            self._router.ended(request.replica, request)
+            self.router.ended(request.replica, request)
         self._drop(request)
 
     async def _first_attempt(self, request: OpenRequest) -> None:
@@ -235,8 +235,8 @@ class Session:
             except Unavailable:
                 if request.losses:
                     await self._next_attempt(request)
-                elif not await self._router.is_changing():
-                    await self._router.some_ready()  # reports a world that was lost just now with its cause
+                elif not await self.router.is_changing():
+                    await self.router.some_ready()  # reports a world that was lost just now with its cause
                     raise
                 else:
                     await self._go_on(request)
@@ -292,17 +292,17 @@ class Session:
                 await self._admit(request)
                 return True
             except (AlreadyExists, QueueFull, Unavailable) as refusal:
-                cause = self._router.down_cause or refusal.message
-            if not self._router.may_return:
+                cause = self.router.down_cause or refusal.message
+            if not self.router.may_return:
                 raise Unavailable(cause)
             if loop.time() >= deadline:
                 raise Unavailable(f"{cause} (nothing to go on in within {self._policy.timeout_s:g} s)")
             left = min(left for left in (deadline - loop.time(), request.remaining_s) if left is not None)
-            if self._router.ready:
+            if self.router.ready:
                 await asyncio.sleep(max(min(pause, left), 0.0))
                 pause = min(2 * pause, LAST_RETRY_S)
             else:
-                await self._router.news(left)
+                await self.router.news(left)
         return False
 
     async def _check_losses(self, request: OpenRequest) -> None:
@@ -314,9 +314,12 @@ class Session:
 
     async def _admit(self, request: OpenRequest) -> None:
         """Sends it to the best replica that takes it. Raises the last one's refusal."""
-        refusal: AllspanError = Unavailable(self._router.down_cause or "no replica takes requests")
-        for replica, hit_tokens in self._router.ranked(request):
+        refusal: AllspanError = Unavailable(self.router.down_cause or "no replica takes requests")
+        for replica, hit_tokens in self.router.ranked(request):
             if (world := replica.world) is None:
+                continue
+            if not replica.knowledge.adapters.has(request.adapter):
+                refusal = lost_adapter(request.options.adapter)
                 continue
             try:
                 await self._send(request, replica, world, hit_tokens)
@@ -328,7 +331,7 @@ class Session:
     async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_tokens: int) -> None:
         """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
         message = request.begin(replica, world, hit_tokens)
-        self._router.sent(replica, request)
+        self.router.sent(replica, request)
         request.is_admitting = True
         try:
             await world.start(message)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from functools import partial
 from typing import Any, TypeVar
 
+from allspan.client.cluster.adapters import ClusterAdapters
 from allspan.client.cluster.discovery import ClusterSource, RankAddresses, RunDirectory
 from allspan.client.cluster.page_events import page_events
 from allspan.client.cluster.replica import Replica, settled
@@ -21,9 +22,11 @@ from allspan.client.cluster.statistics import added, merged
 from allspan.client.cluster.world import WorldClient
 from allspan.client.transport.base import Connect
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule, unknown_adapter
 from allspan.protos.api.engine import EngineStatistics
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.config.adapters import plain_name
 from allspan.protos.page_keys import PageShape
 
 SILENCE_WAIT_S = 1.0
@@ -47,6 +50,8 @@ class Router:
     ) -> None:
         """`on_change` is called when the state of a replica has changed."""
         self.replicas: list[Replica] = []
+        self.adapters = ClusterAdapters()
+        """The adapters of all replicas."""
         self._sources = list(sources)
         self._connect = connect
         self._call_timeout = call_timeout
@@ -185,6 +190,38 @@ class Router:
         if failures:
             raise failures[0]
 
+    async def load_adapter(self, adapter: AdapterModule, timeout: float) -> None:
+        """Has every replica that is up load an adapter, or none. Raises the first one's failure."""
+
+        async def one(replica: Replica, world: WorldClient) -> None:
+            await world.load_adapter(adapter, timeout)
+
+        answers, failures = await self._ask_all(one)
+        if failures:
+            if answers:
+                await self._unload(adapter, timeout)
+            raise failures[0]
+
+    async def unload_adapter(self, name: str, timeout: float) -> int:
+        """Has every replica that is up refuse new requests for an adapter, and returns the number of requests that
+        still have it. AdapterNotFound."""
+        listed = self.adapters.listed()
+        adapter = next((each for each in listed if plain_name(each.name) == plain_name(name)), None)
+        if adapter is None:
+            raise unknown_adapter(name, [each.name for each in listed])
+        answers, failures = await self._unload(adapter, timeout)
+        if failures:
+            raise failures[0]
+        return sum(answers)
+
+    async def _unload(self, adapter: AdapterModule, timeout: float) -> tuple[list[int], list[BaseException]]:
+        async def one(replica: Replica, world: WorldClient) -> int:
+            if not replica.knowledge.adapters.has(adapter.digest):
+                return 0
+            return await world.unload_adapter(adapter.name, timeout)
+
+        return await self._ask_all(one)
+
     async def inspect(self, what: str) -> dict[str, Any]:
         """The answer of the first replica that takes requests."""
         await self.some_ready()
@@ -252,6 +289,8 @@ class Router:
             Replica(known.number, source, self._connect, self._call_timeout, self._announce, known)
             for known, source in zip(self._choice.known, sources, strict=True)
         ]
+        for known in self._choice.known:
+            known.adapters = self.adapters.of_replica()
         if len(self.replicas) > 1:
             await asyncio.gather(*(replica.try_attach() for replica in self.replicas))
         if not any(replica.world for replica in self.replicas):
@@ -274,7 +313,7 @@ class Router:
         """Requests may move between replicas: they must mean the same everywhere."""
         infos = [replica.info for replica in self.replicas if replica.info is not None]
         for i, info in enumerate(infos):
-            for field in ("model", "vocab_size", "max_model_len", "adapter_names"):
+            for field in ("model", "vocab_size", "max_model_len"):
                 ours, first = getattr(info, field), getattr(infos[0], field)
                 if ours != first:
                     raise ConfigError(f"replica {i} has {field} {ours!r}, replica 0 {first!r}; attach to equal ones")

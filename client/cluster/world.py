@@ -17,10 +17,22 @@ from allspan.client.cluster.routing.knowledge import ReplicaKnowledge
 from allspan.client.cluster.snapshot import RankView, ReplicaView
 from allspan.client.cluster.state import ReplicaState, ReplicaStatus
 from allspan.client.cluster.statistics import merged, rank_statistics
-from allspan.client.transport.base import CONTROL, INSPECT, RESEND_PAGES, RESULTS, STATUS, Connect, Transport
+from allspan.client.transport.base import (
+    CONTROL,
+    INSPECT,
+    LOAD_ADAPTER,
+    RESEND_PAGES,
+    RESULTS,
+    STATUS,
+    UNLOAD_ADAPTER,
+    Connect,
+    Transport,
+)
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable, from_code
 from allspan.protos.cluster.cluster_file import ClusterInfo
+from allspan.protos.convert import adapter_to_wire
 
 HEARTBEAT_MS = 500
 ASK_PAGES_S = 1.0
@@ -187,6 +199,19 @@ class WorldClient:
         request = pb.ControlRequest(operation=operation, timeout_s=timeout)
         await self._transports[0].unary(CONTROL, request, timeout + self._call_timeout)
 
+    async def load_adapter(self, adapter: AdapterModule, timeout: float) -> None:
+        """Has all ranks load an adapter, or none; raises as `LiveAdapters.load`."""
+        request = pb.LoadAdapterRequest(adapter=adapter_to_wire(adapter), timeout_s=timeout)
+        reply = await self._transports[0].unary(LOAD_ADAPTER, request, timeout + self._call_timeout)
+        self._knowledge.adapters.hear(reply.adapters)
+
+    async def unload_adapter(self, name: str, timeout: float) -> int:
+        """Refuses new requests for an adapter, and returns the number of those that still have it. AdapterNotFound."""
+        request = pb.UnloadAdapterRequest(name=name, timeout_s=timeout)
+        reply = await self._transports[0].unary(UNLOAD_ADAPTER, request, timeout + self._call_timeout)
+        self._knowledge.adapters.hear(reply.adapters)
+        return reply.num_requests
+
     async def inspect(self, what: str) -> dict[str, Any]:
         """The leader's answer; see `InspectRequest`."""
         reply = await self._transports[0].unary(INSPECT, pb.InspectRequest(what=what), self._call_timeout)
@@ -249,7 +274,7 @@ class WorldClient:
                 self._first_messages[rank].set()
                 if rank == 0:
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
-                    if not self._knowledge.hear(message, self.info.model, self.info.adapter_names):
+                    if not self._knowledge.hear(message, self.info.model):
                         self._ask_for_pages()
                 if is_news:
                     self._update()

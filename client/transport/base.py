@@ -27,6 +27,8 @@ STOP_REQUEST = Method("StopRequest", pb.RequestIds, pb.Ack)
 RESEND_PAGES = Method("ResendPages", pb.ResendPagesRequest, pb.Ack)
 STATUS = Method("Status", pb.StatusRequest, pb.WorkerStatus)
 CONTROL = Method("Control", pb.ControlRequest, pb.Ack)
+LOAD_ADAPTER = Method("LoadAdapter", pb.LoadAdapterRequest, pb.AdapterReply)
+UNLOAD_ADAPTER = Method("UnloadAdapter", pb.UnloadAdapterRequest, pb.AdapterReply)
 INSPECT = Method("Inspect", pb.InspectRequest, pb.InspectReply)
 RESULTS = Method("Results", pb.ResultsSubscription, pb.StepOutputs)
 

@@ -17,7 +17,7 @@ from allspan.client.transport.public import Access, Message, Piece, Pieces, Publ
 from allspan.launch.engine_flags import open_engine, sampling_params
 from allspan.launch.models.find_model import FoundModel
 from allspan.launch.secrets import API_KEYS
-from allspan.protos.api.adapters import adapter_slot
+from allspan.protos.api.adapters import find_adapter
 from allspan.protos.api.errors import AllspanError, ConfigError, InvalidRequest
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import RequestTimings
@@ -78,7 +78,7 @@ def check_adapter(namespace: argparse.Namespace) -> None:
     """Raises AdapterNotFound for an adapter that the model which is to be started will not have."""
     if not namespace.attach:
         adapters = parse_modules(AdapterConfig(namespace.lora_modules))
-        adapter_slot(namespace.adapter, [adapter.name for adapter in adapters])
+        find_adapter(namespace.adapter, adapters)
 
 
 @contextmanager

@@ -87,6 +87,12 @@ class EngineCounters:
     weights_loaded: bool = counter(
         True, Metric("weights_loaded", "1 while the replica's weights are in memory."), combine=all
     )
+    adapter_slots: int = counter(0, Metric("lora_slots", "Slots for LoRA adapters on the device."), combine=min)
+    adapters_loaded: int = counter(0, Metric("loras_loaded", "LoRA adapters that are loaded."), combine=max)
+    """Includes those that were unloaded and that requests still have."""
+    adapter_swaps: int = counter(
+        0, Metric("lora_swaps_total", "Times that a LoRA adapter took another one's slot."), is_total=True
+    )
     step_tokens: Sequence[int] = counter((), combine=_added)
     """Steps by the tokens computed in them: as many as have at most each of STEP_TOKENS_BOUNDS (and more than the one
     before), then those above them all."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.api.options import RequestOptions
@@ -165,6 +167,18 @@ class EngineProtocol(Protocol):
     def rebalance_experts(self, timeout: float = 600.0) -> None:
         """Has ranks exchange experts by the tokens since the last call, so that all have about the same load; requests
         go on meanwhile. Unavailable where no rank has experts of its own, DeadlineExceeded after `timeout` seconds."""
+
+    def load_lora(self, name: str, path: str | Path, timeout: float = 60.0) -> None:
+        """Loads a LoRA adapter from a folder that every rank can read, while requests run; requests may name it once
+        this returns. All ranks have it or none. Raises InvalidRequest, AdapterRank, AdapterLoaded, TooManyAdapters,
+        AdapterInUse, PermissionDenied for a folder outside of `lora_dir`, DeadlineExceeded after `timeout` seconds."""
+
+    def unload_lora(self, name: str, timeout: float = 60.0) -> int:
+        """Refuses new requests for an adapter at once. Returns the number of requests that still have it: they finish,
+        and then its place is free. AdapterNotFound."""
+
+    def list_loras(self) -> tuple[AdapterModule, ...]:
+        """The adapters that requests may name, in the order in which they were loaded."""
 
     def start_profile(self) -> None:
         """Begins to time every op on every rank, from zero."""

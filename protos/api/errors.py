@@ -5,6 +5,7 @@
     ├── ModelNotFound         no such model is served, or no such checkpoint
     │   └── AdapterNotFound   no such LoRA adapter is served
     ├── CheckpointError       a model's files cannot be read or are not supported
+    │   └── AdapterRank           a LoRA adapter has a higher rank than slots have room for
     ├── ConfigError           a flag or setting is refused before anything starts
     ├── QueueFull             too much load; try again later
     ├── StreamNotRead         a client does not read what it asked for
@@ -12,6 +13,9 @@
     ├── DeadlineExceeded      a bounded wait ran out
     ├── Unavailable           the world is down, loading or draining (says why)
     ├── AlreadyExists         a request id is in use
+    │   └── AdapterLoaded         a LoRA adapter of this name is loaded
+    ├── TooManyAdapters       as many LoRA adapters are loaded as there is room for
+    │   └── AdapterInUse          requests still use an adapter that was unloaded
     ├── Unauthenticated       no key came with the call, or one that is not known
     ├── PermissionDenied      the call is not for this caller's key
     └── InternalError         our bug
@@ -56,12 +60,12 @@ class StatusCode(enum.IntEnum):
     DEPRECATED = 20
     """Never."""
     LORA_NUM_EXCEED_LIMIT = 21
-    """Not used, and so the next: adapters are named at the start, where one that does not fit is PARAM_ERROR."""
+    """An adapter more than may be loaded while the model runs; at the start that is PARAM_ERROR."""
     LORA_RANK_EXCEED_LIMIT = 22
     LORA_NOT_FOUND = 23
     LORA_ALREADY_LOADED = 24
-    """Not used, and so the next: adapters stay loaded as long as the model."""
     LORA_IN_USE = 25
+    """Never of unloading: it succeeds, and the place is free once the requests that have the adapter have ended."""
     STREAMING = 200
     """Not used: a request's state is `ResultQueue.state`."""
 
@@ -109,6 +113,10 @@ class CheckpointError(AllspanError):
         super().__init__(shown if len(shown) <= MAX_CHECKPOINT_MESSAGE else f"{shown[:MAX_CHECKPOINT_MESSAGE]}…")
 
 
+class AdapterRank(CheckpointError):
+    code = "adapter_rank"
+
+
 class ConfigError(AllspanError):
     code = "config"
 
@@ -135,6 +143,22 @@ class Unavailable(AllspanError):
 
 class AlreadyExists(AllspanError):
     code = "already_exists"
+
+
+class AdapterLoaded(AlreadyExists):
+    """Raised by a load, of an adapter whose name another one has."""
+
+    code = "adapter_loaded"
+
+
+class TooManyAdapters(AllspanError):
+    code = "too_many_adapters"
+
+
+class AdapterInUse(TooManyAdapters):
+    """Raised where there would be room if the requests of adapters that were unloaded had ended."""
+
+    code = "adapter_in_use"
 
 
 class Unauthenticated(AllspanError):
@@ -165,6 +189,7 @@ ERRORS: dict[str, ErrorRow] = {
     row.cls.code: row
     for row in (
         ErrorRow(InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error", StatusCode.PARAM_ERROR),
+        ErrorRow(AdapterRank, "INVALID_ARGUMENT", 400, "invalid_request_error", StatusCode.LORA_RANK_EXCEED_LIMIT),
         ErrorRow(ModelNotFound, "NOT_FOUND", 404, "invalid_request_error", StatusCode.PARAM_ERROR),
         ErrorRow(AdapterNotFound, "NOT_FOUND", 404, "invalid_request_error", StatusCode.LORA_NOT_FOUND),
         ErrorRow(CheckpointError, "FAILED_PRECONDITION", 500, "server_error", StatusCode.IO_ERROR),
@@ -175,6 +200,9 @@ ERRORS: dict[str, ErrorRow] = {
         ErrorRow(DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "server_error", StatusCode.RUNTIME_ERROR),
         ErrorRow(Unavailable, "UNAVAILABLE", 503, "server_error", StatusCode.REQUEST_DENIED),
         ErrorRow(AlreadyExists, "ALREADY_EXISTS", 409, "invalid_request_error", StatusCode.ILLEGAL_REQUEST_ID),
+        ErrorRow(AdapterLoaded, "ALREADY_EXISTS", 400, "invalid_request_error", StatusCode.LORA_ALREADY_LOADED),
+        ErrorRow(TooManyAdapters, "RESOURCE_EXHAUSTED", 409, "invalid_request_error", StatusCode.LORA_NUM_EXCEED_LIMIT),
+        ErrorRow(AdapterInUse, "RESOURCE_EXHAUSTED", 409, "invalid_request_error", StatusCode.LORA_IN_USE),
         ErrorRow(Unauthenticated, "UNAUTHENTICATED", 401, "invalid_request_error", StatusCode.REQUEST_DENIED),
         ErrorRow(PermissionDenied, "PERMISSION_DENIED", 403, "permission_error", StatusCode.REQUEST_DENIED),
         ErrorRow(InternalError, "INTERNAL", 500, "server_error", StatusCode.UNKNOWN_ERROR),

@@ -59,7 +59,10 @@ class ClusterInfo:
     """The subfolders of a cluster of several worlds, each a run directory of its own. Such a cluster's own `ranks` are
     empty, and it is "ready" once every replica has been."""
     adapters: tuple[AdapterModule, ...] = ()
-    """The LoRA adapters of a cluster that is ready, in the order of their slots."""
+    """The LoRA adapters of a cluster that is ready: those that it was started with, or that it has now where a client
+    gives this."""
+    lora_dir: str = ""
+    """The folder below which adapters may be loaded over HTTP and gRPC; "": none may."""
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

@@ -20,36 +20,61 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 """The files of an adapter's folder, as PEFT writes them."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+DEFAULT_SLOTS = 8
+"""Slots where adapters may be loaded at run time and no number is given."""
 _KEYS = ("name", "path", "base_model_name")
 
 
 def parse_modules(config: AdapterConfig, model_names: Iterable[str] = ()) -> tuple[AdapterModule, ...]:
     """Returns the adapters in the order of their slots. Raises ConfigError for one that is written wrongly, a name that
-    cannot be one, is given twice or is among `model_names`, and for --enable-lora without adapters."""
+    cannot be one, is given twice or is among `model_names`, and for more adapters than may be loaded."""
     modules = tuple(map(_parsed, config.lora_modules))
-    if config.enable_lora and not modules:
-        raise ConfigError("enable_lora is given without lora_modules: name the adapters that are to be loaded")
     seen: set[str] = set()
     for module in modules:
         name = module.name
-        if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"lora_modules names an adapter {name[:MAX_NAME_CHARS]!r}: a name must have letters, digits, '.', '_' "
-                f"and '-' alone, begin with a letter or digit, and have at most {MAX_NAME_CHARS} characters"
-            )
+        if problem := name_problem(name, ()):
+            raise ConfigError(f"lora_modules names an adapter {problem}")
         if plain_name(name) in seen:
             raise ConfigError(f"lora_modules names {name!r} twice (upper and lower case are the same); choose another")
         seen.add(plain_name(name))
     check_names([module.name for module in modules], model_names)
+    _check_counts(config, len(modules))
     return modules
+
+
+def most_slots(config: AdapterConfig) -> int:
+    """Returns the number of adapter slots on the device; 0: requests take no adapters."""
+    named = len(config.lora_modules)
+    if config.max_loras:
+        return config.max_loras
+    if not (config.enable_lora or config.lora_dir or config.max_cpu_loras):
+        return named
+    return max(named, min(DEFAULT_SLOTS, config.max_cpu_loras or DEFAULT_SLOTS))
+
+
+def most_adapters(config: AdapterConfig) -> int:
+    """Returns the most adapters that are loaded at once."""
+    return config.max_cpu_loras or max(most_slots(config), len(config.lora_modules))
+
+
+def name_problem(name: str, model_names: Iterable[str]) -> str:
+    """Returns what is wrong with an adapter's name, which begins with it; "" for nothing. It may not be the model's,
+    with or without its ORG/."""
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        return (
+            f"{name[:MAX_NAME_CHARS]!r}: a name must have letters, digits, '.', '_' and '-' alone, begin with a letter "
+            f"or digit, and have at most {MAX_NAME_CHARS} characters"
+        )
+    taken = {plain_name(part) for model in model_names for part in (model, model.rpartition("/")[2])}
+    return f"{name!r}, which is the model's own name; choose another" if plain_name(name) in taken else ""
 
 
 def check_names(names: Iterable[str], model_names: Iterable[str]) -> None:
     """Raises ConfigError for an adapter that is called as the model is, with or without its ORG/."""
-    taken = {plain_name(part) for name in model_names for part in (name, name.rpartition("/")[2])}
+    model_names = tuple(model_names)
     for name in names:
-        if plain_name(name) in taken:
-            raise ConfigError(f"lora_modules names an adapter {name!r}, which is the model's own name; choose another")
+        if problem := name_problem(name, model_names):
+            raise ConfigError(f"lora_modules names an adapter {problem}")
 
 
 def checked_adapters(config: AdapterConfig, model_names: Iterable[str]) -> AdapterConfig:
@@ -60,7 +85,20 @@ def checked_adapters(config: AdapterConfig, model_names: Iterable[str]) -> Adapt
         for module in parse_modules(config, model_names)
     ]
     _check_folders(modules)
-    return replace(config, lora_modules=tuple(map(_written, modules)))
+    lora_dir = Path(config.lora_dir).expanduser().absolute() if config.lora_dir else None
+    if lora_dir is not None and not lora_dir.is_dir():
+        raise ConfigError(f"lora_dir is {config.lora_dir!r}, must be an existing folder")
+    return replace(config, lora_modules=tuple(map(_written, modules)), lora_dir=str(lora_dir or ""))
+
+
+def _check_counts(config: AdapterConfig, num_modules: int) -> None:
+    slots, most = most_slots(config), most_adapters(config)
+    if most < slots:
+        raise ConfigError(f"max_cpu_loras is {most}, must be at least max_loras ({slots}): slots would stay empty")
+    if num_modules > most:
+        raise ConfigError(
+            f"lora_modules names {num_modules} adapters, at most {most} (max_cpu_loras) are loaded at once"
+        )
 
 
 def _check_folders(modules: Sequence[AdapterModule]) -> None:
@@ -105,12 +143,12 @@ def _parsed(entry: str) -> AdapterModule:
             raise ConfigError(
                 f"lora_modules has the key {unknown[0]!r} in {entry[:80]!r}; known are {', '.join(_KEYS)}"
             )
-    given = [values.get(key) or "" for key in _KEYS]
-    if not all(isinstance(value, str) for value in given) or not (given[0] and given[1]) or "\0" in given[1]:
+    name, path, parent = given = [values.get(key) or "" for key in _KEYS]
+    if not all(isinstance(value, str) for value in given) or not (name and path) or "\0" in path:
         raise ConfigError(
             f'lora_modules has {entry[:80]!r}, must be NAME=PATH or {{"name": "NAME", "path": "PATH"}} with a folder'
         )
-    return AdapterModule(*given)
+    return AdapterModule(name, path, parent)
 
 
 def _written(module: AdapterModule) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 _ALWAYS = "is always on"
-_LORA_SLOTS = "every adapter of --lora-modules has a slot of its own for as long as the model is loaded"
 _NO_DRAFTS = "speculative decoding is not supported yet"
 _NO_HOSTS = "--hosts a:2,b:2 (or --hostfile, --hosts slurm, --hosts lws) names all hosts at one start"
 _ROPE = "--hf-overrides"
@@ -54,10 +53,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--lora-paths": "--lora-modules",
         "--lora-adapters": "--lora-modules",
         "--lora-scaled": "an adapter is applied with the scale in its own adapter_config.json",
-        "--max-loras": _LORA_SLOTS,
-        "--max-cpu-loras": _LORA_SLOTS,
-        "--max-loras-per-batch": _LORA_SLOTS,
-        "--max-loaded-loras": _LORA_SLOTS,
+        "--max-loras-per-batch": "--max-loras",
+        "--max-loaded-loras": "--max-cpu-loras",
         "--lora-dtype": "adapters are held in the type of the activations; --dtype sets it",
         "--fully-sharded-loras": "adapters are split over the ranks as the layers are",
         "--check-tensors": "--verify",

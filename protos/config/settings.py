@@ -118,7 +118,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The LoRA adapters that are loaded with the model."""
+    """The LoRA adapters that are loaded with the model, and room for those that are loaded while it runs."""
 
     lora_modules: tuple[str, ...] = ()
     """Loads LoRA adapters with the model: NAME=FOLDER, or {"name": "NAME", "path": "FOLDER"}, for each. A request takes
@@ -126,7 +126,16 @@ class AdapterConfig:
     max_lora_rank: int = 16
     """Limits the rank of an adapter; every slot has room for this one."""
     enable_lora: bool = False
-    """Says that adapters are served, as --lora-modules does by itself."""
+    """Makes room for adapters that are loaded while the server runs, as --lora-dir and --max-loras do by themselves."""
+    max_loras: int = 0
+    """Sets the number of slots on the device: most adapters that a step's requests may have. A request whose adapter
+    finds no slot waits until one is free. 0 takes one for each of --lora-modules, or 8 if adapters may be loaded while
+    the server runs and that is more; without any of these flags there are none."""
+    max_cpu_loras: int = 0
+    """Limits the adapters that are loaded at once, in host memory where that is more than there are slots; at least
+    --max-loras. 0 takes as many as there are slots or --lora-modules, whichever is more."""
+    lora_dir: str = ""
+    """Lets adapters be loaded over HTTP and gRPC while the server runs, from folders below this one alone."""
 
 
 STEP_SIZES = {"cpu": (64, 512), "cuda": (256, 8192)}
@@ -240,6 +249,9 @@ class EngineOptions(TypedDict, total=False):
     lora_modules: tuple[str, ...]
     max_lora_rank: int
     enable_lora: bool
+    max_loras: int
+    max_cpu_loras: int
+    lora_dir: str
     watchdog_timeout: float
 
 
@@ -267,6 +279,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "pipeline_parallel_size": (1, 64),
     "pipeline_batches": (0, 256),
     "max_lora_rank": (1, 256),
+    "max_loras": (0, 1024),
+    "max_cpu_loras": (0, 65536),
     "redundant_experts": (0, 1 << 16),
     "expert_nodes": (1, 1024),
     "rebalance_experts_s": (0, 10**9),

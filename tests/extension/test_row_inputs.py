@@ -4,13 +4,18 @@ rows of the same token ids give equal tokens."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.api.adapters import AdapterModule
+from allspan.protos.api.errors import AdapterNotFound, InvalidRequest
+from allspan.worker.adapters.registry import AdapterRegistry
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
@@ -57,10 +62,28 @@ class Rich:
         return logits_after(entries.tolist(), VOCABULARY)
 
 
+class Fixed:
+    """Slots that hold what the test's model has by itself."""
+
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
+        return {}
+
+    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+        assert not staged
+
+
+def rich_core(pages: int = 64, **scheduler: int) -> EngineCore:
+    settings, model = config(**scheduler), Rich(pages)
+    registry = AdapterRegistry(Fixed(), LocalCollectives(), "", keeps_copies=False)
+    for slot in range(2):
+        registry.take(AdapterModule(f"adapter {slot}", "", digest=slot), slot, {})
+    parts = replace(host_parts(settings, model.max_model_len), adapters=registry)
+    return EngineCore(settings, model, pages, LocalCollectives(), parts)
+
+
 def tokens_of(ones: list[Request], pages: int = 64) -> list[list[int]]:
     collected = Collected()
-    settings, model = config(max_num_batched_tokens=7), Rich(pages)
-    core = EngineCore(settings, model, pages, LocalCollectives(), host_parts(settings, model.max_model_len))
+    core = rich_core(pages, max_num_batched_tokens=7)
     core.on_outputs = collected
     for one in ones:
         core.submit(one)
@@ -87,8 +110,7 @@ def test_an_adapter_changes_its_own_request_alone(pages: int) -> None:
 
 
 def test_the_pages_of_an_adapter_are_told_with_it_and_shared_with_no_other() -> None:
-    settings, model = config(), Rich(64)
-    core = EngineCore(settings, model, 64, LocalCollectives(), host_parts(settings, model.max_model_len))
+    core = rich_core()
     ones = [asked(number, adapter) for number, adapter in ((0, -1), (3, 0), (6, 1), (9, 0))]  # of one prompt
     for one in ones:
         core.submit(one)
@@ -118,7 +140,6 @@ def test_other_embedding_rows_are_another_prompt_to_the_prefix_cache() -> None:
 @pytest.mark.parametrize(
     ("adapter", "embeddings", "words"),
     [
-        (2, None, "adapter is slot 2, the model has 2 adapter slots"),
         (-1, PromptEmbeddings(0, TABLE[:3, :5]), r"shape \(3, 5\), must be \[tokens, 8\]"),
         (-1, PromptEmbeddings(7, TABLE[:3]), r"places 7 to 9, must be within the prompt \(9 tokens\)"),
     ],
@@ -132,8 +153,9 @@ def test_what_the_model_cannot_take_is_refused(adapter: int, embeddings: PromptE
 
 def test_a_model_of_token_ids_refuses_both() -> None:
     core, _ = fake_core()
-    for adapter, embeddings, words in ((0, None, "has 0 adapter slots"), (-1, PromptEmbeddings(0, TABLE[:1]), "only")):
+    refused = ((0, None, AdapterNotFound), (-1, PromptEmbeddings(0, TABLE[:1]), InvalidRequest))
+    for adapter, embeddings, error in refused:
         one = request(0, [1], max_tokens=2)
         one.adapter, one.embeddings = adapter, embeddings
-        with pytest.raises(InvalidRequest, match=words):
+        with pytest.raises(error, match=r"unloaded just now|only"):
             core.submit(one)

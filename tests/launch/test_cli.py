@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
         (["serve", "--lora-modules", "a", "b=/x"], 2, ["lora_modules has 'a'", "must be NAME=PATH"]),
         (["serve", "{folder}", "--lora-modules", "a=/no"], 2, ["the path of 'a' is '/no'", "an existing folder"]),
         (["serve", "{folder}", "--lora-modules", "a=/", "--max-lora-rank", "0"], 2, ["from 1 to 256"]),
-        (["plan", "{folder}", "--enable-lora"], 2, ["enable_lora is given without lora_modules"]),
+        (["plan", "{folder}", "--max-loras", "4", "--max-cpu-loras", "2"], 2, ["must be at least max_loras (4)"]),
         (["generate", "{folder}", "x", "--adapter", "a", "--lora-modules", "b=/"], 3, ["adapter is 'a'", "are 'b'"]),
         (["serve", "nosuch"], 3, ["'nosuch'", "SmolLM2-135M-Instruct"]),
         (["serve", "./no.gguf"], 3, ["'./no.gguf'", "give a folder"]),

@@ -27,7 +27,7 @@ from allspan.protos.config import known_elsewhere
         (["--mem-fraction-static", "0.8"], ["--gpu-memory-utilization", "--kv-cache-bytes"]),
         (["--seed", "1"], ["allspan generate", "each request"]),
         (["--lora-paths", "a=x"], ["use --lora-modules"]),
-        (["--max_loras", "4"], ["--lora-modules has a slot"]),
+        (["--max_loaded_loras", "4"], ["use --max-cpu-loras"]),
         (["--temp", "0.1"], ["--temperature is a flag of `allspan generate`"]),
     ],
 )

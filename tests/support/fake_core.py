@@ -5,12 +5,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import AllspanError
 from allspan.worker.cache.page_log import PageLog
 from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
+
+
+class FakeAdapters:
+    """See `LiveAdapters`. `rejection`, once set, is raised by `load` and `unload`."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.modules = [AdapterModule("sql", "/a", digest=8), AdapterModule("b", "/c", "tiny", 9)]
+        self.version = 0
+        self.rejection: AllspanError | None = None
+        self.num_requests = 0
+        self._calls = calls
+
+    def listed(self) -> tuple[int, tuple[AdapterModule, ...]]:
+        return self.version, tuple(self.modules)
+
+    def load(self, module: AdapterModule, timeout: float) -> None:
+        if self.rejection is not None:
+            raise self.rejection
+        self.modules.append(module)
+        self.version += 1
+        self._calls.append(f"load {module.name} {timeout:g}")
+
+    def unload(self, name: str, timeout: float) -> int:
+        if self.rejection is not None:
+            raise self.rejection
+        self.modules = [module for module in self.modules if module.name != name]
+        self.version += 1
+        self._calls.append(f"unload {name} {timeout:g}")
+        return self.num_requests
 
 
 class FakeCore:
@@ -31,6 +61,7 @@ class FakeCore:
         self.counted: EngineCounters | None = None
         self.page_log: PageLog | None = None
         self.release_stop = threading.Event()
+        self.adapters = FakeAdapters(self.calls)
 
     @property
     def advance(self) -> int:

@@ -18,11 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AllspanError, ConfigError, DeadlineExceeded, Unavailable
 from allspan.protos.api.results import Output, RequestTimings
 from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo
 from allspan.protos.cluster.tls import NO_TLS, TlsFiles
-from allspan.protos.convert import output_to_wire, sampling_from_wire
+from allspan.protos.convert import adapter_from_wire, adapters_to_wire, output_to_wire, sampling_from_wire
+
+SQL = AdapterModule("sql", "/sql", digest=8)
 
 Reply = AllspanError | float | Callable[[Any], Awaitable[None]]
 
@@ -40,6 +43,9 @@ class FakeRanks:
         self.epoch = epoch
         self.name = name
         self.calls: list[tuple[str, int]] = []
+        self.adapters = [SQL]
+        """Those of the present epoch; each begins with SQL."""
+        self.version = 0
         self._ranks = [FakeRank(rank) for rank in range(size)]
         self._made: dict[tuple[int, bytes], list[int]] = {}
 
@@ -56,6 +62,20 @@ class FakeRanks:
         ranks = tuple(RankInfo(r, 100 + r, "testhost", f"{self.name}:{r}") for r in range(len(self)))
         known = ClusterInfo(self.epoch, state, "tiny", "", 128, 1000, (), cause, ranks=ranks)
         return replace(known, **changes)
+
+    def told(self) -> pb.AdapterList:
+        """What the leader tells of its adapters."""
+        return adapters_to_wire(self.version, self.adapters)
+
+    def change_adapters(self, request: Any) -> pb.AdapterReply:
+        """What the leader answers to LoadAdapter and UnloadAdapter."""
+        if isinstance(request, pb.LoadAdapterRequest):
+            module = adapter_from_wire(request.adapter)
+            self.adapters += [module] if module not in self.adapters else []
+        else:
+            self.adapters = [each for each in self.adapters if each.name != request.name]
+        self.version += 1
+        return pb.AdapterReply(adapters=self.told(), num_requests=len(self[0].requests.get("StartRequest", ())))
 
     def step(self, *request_ids: bytes) -> None:
         """One token for each request that the leader has (or for these): the numbers after the prompt's last one, as
@@ -74,6 +94,7 @@ class FakeRanks:
     def revive(self) -> None:
         """A new epoch: whole streams, every call answered. What is left of the old one breaks."""
         self.epoch += 1
+        self.adapters, self.version = [SQL], 0
         for rank in self._ranks:
             rank.reset()
 
@@ -153,6 +174,8 @@ class FakeTransport:
             return pb.WorkerStatus(
                 rank=rank.rank, world_size=size, epoch=self._epoch, pid=100 + rank.rank, model="tiny"
             )
+        if method.name in ("LoadAdapter", "UnloadAdapter"):
+            return self._ranks.change_adapters(request)
         return pb.Ack()
 
     async def stream(self, method: Any, request: Any) -> AsyncIterator[Any]:
@@ -160,7 +183,7 @@ class FakeTransport:
         rank.is_subscribed = True
         rank.requests.setdefault(method.name, []).append(request)
         try:
-            yield pb.StepOutputs()
+            yield pb.StepOutputs(adapters=None if rank.rank else self._ranks.told())
             while (item := await self._next(request.heartbeat_ms / 1000)) is not None:
                 if isinstance(item, AllspanError):
                     raise item

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,14 @@ from allspan.protos.api.errors import ERRORS, AllspanError, InvalidRequest
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo, RankInfo, socket_path, write_cluster
-from allspan.protos.convert import CHANNEL_OPTIONS, counters_to_wire, output_to_wire, sampling_from_wire
+from allspan.protos.convert import (
+    CHANNEL_OPTIONS,
+    adapter_to_wire,
+    adapters_to_wire,
+    counters_to_wire,
+    output_to_wire,
+    sampling_from_wire,
+)
 
 VOCAB_SIZE = 1000
 HOST = "testhost"
@@ -106,7 +113,8 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
         stream = self._streams[request.client_id] = asyncio.Queue()
         self._cluster.events.append(("subscribe", self.rank, request.client_id))
         try:
-            yield pb.StepOutputs(epoch=self._epoch, progress=self._progress)
+            told = adapters_to_wire(0, self._cluster.adapters)
+            yield pb.StepOutputs(epoch=self._epoch, progress=self._progress, adapters=told)
             while True:
                 try:
                     message = await asyncio.wait_for(stream.get(), request.heartbeat_ms / 1000)
@@ -136,7 +144,7 @@ class FakeRank(worker_pb2_grpc.WorkerServicer):
             max_model_len=self._cluster.max_model_len,
             vocab_size=VOCAB_SIZE,
             kernels="fake",
-            adapters=[pb.Adapter(**asdict(adapter)) for adapter in self._cluster.adapters],
+            adapters=map(adapter_to_wire, self._cluster.adapters),
             statistics=pb.Statistics(
                 counters=counters_to_wire(
                     EngineCounters(
@@ -215,7 +223,7 @@ class FakeCluster:
         self.model_path = model_path
         self.max_model_len = max_model_len
         self.step_s = step_s
-        self.adapters = (AdapterModule("sql", "/a"), AdapterModule("b", "/c", "base"))
+        self.adapters = (AdapterModule("sql", "/a").loaded(), AdapterModule("b", "/c", "base").loaded())
         self.epoch = 0
         self.paused = False
         self.events: list[tuple[str, int, str]] = []

@@ -66,3 +66,17 @@ def merged(model: Any, deltas: Mapping[str, Tensor]) -> Any:
         for name, delta in deltas.items():
             modules[name].weight.copy_((modules[name].weight.double() + delta).float())
     return found
+
+
+def greedy_tokens(model: Any, ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """The tokens of transformers."""
+    prompts = torch.tensor([list(ids)])
+    made = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(made[0, len(ids) :].tolist())

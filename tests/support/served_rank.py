@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import InvalidRequest
 from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.api.sampling import SamplingParams
@@ -48,9 +47,8 @@ class Rank:
         self.failures: list[BaseException] = []
         self.counting = threading.Event()
         self.counting.set()
-        adapters = AdapterModule("sql", "/a"), AdapterModule("b", "/c", "tiny")
         facts = RankFacts(
-            0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", "", "0", 2, 1.5, 100, 200, (), adapters
+            0 if is_leader else 1, 2, "here", 512, 1000, (2, 3), "reference", "", "0", 2, 1.5, 100, 200, ()
         )
         self.server = RankServer(
             self.core, facts, worker_config(run_dir), self.failures.append, inspect, experts=self.experts

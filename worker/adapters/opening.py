@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from allspan.kernels.packer import Packer
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.api.wording import counted
-from allspan.protos.config.adapters import parse_modules
+from allspan.protos.config.adapters import most_adapters, most_slots, parse_modules
 from allspan.protos.config.settings import AdapterConfig
+from allspan.worker.adapters.registry import AdapterRegistry
 from allspan.worker.adapters.slots import AdapterSlots
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.model import Model
 from allspan.worker.models.shard import WHOLE
+from allspan.worker.parallel.base import Collectives
 from allspan.worker.step.backend import HOST
 
 logger = logging.getLogger(__name__)
@@ -26,7 +29,7 @@ def bytes_of_adapters(holding: Holding, config: AdapterConfig, device: str) -> i
     """Returns what the slots of the adapters that are named will take on this rank. Raises ConfigError where adapters
     cannot be served."""
     slots = _slots(holding, config, device)
-    return 0 if slots is None else slots.num_bytes
+    return 0 if slots is None else _num_bytes(slots, config, device)
 
 
 def check_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
@@ -38,42 +41,63 @@ def check_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
     for module in parse_modules(config):
         with _named(module):
             slots.check(_folder(module))
-    return slots.num_bytes
+    return _num_bytes(slots, config, device)
 
 
-def open_adapters(model: Model, config: AdapterConfig, device: str) -> None:
-    """Reads adapter i of the list into slot i, and has the model's requests take them. Raises ConfigError as
+def open_adapters(
+    model: Model, config: AdapterConfig, device: str, collectives: Collectives, packer: Packer
+) -> AdapterRegistry | None:
+    """Reads adapter i of the list into slot i, or into host memory behind the last slot, and has the model's requests
+    take adapters; None where it is to take none. `packer` must not be the one of the steps. Raises ConfigError as
     `bytes_of_adapters` does, and for an adapter that cannot be read, naming it."""
-    slots = _slots(model.holding, config, device)
+    slots = _slots(model.holding, config, device, packer)
     if slots is None:
-        return
+        return None
     begun, modules = time.monotonic(), parse_modules(config)
     slots.allocate(device)
-    for slot, module in enumerate(modules):
+    registry = AdapterRegistry(slots, collectives, config.lora_dir, _num_copies(config) > 0)
+    for number, module in enumerate(modules):
         with _named(module):
-            slots.load(slot, _folder(module))
+            slot = number if number < slots.num_slots else -1
+            registry.take(module.loaded(), slot, slots.stage(_folder(module)))
     model.add_adapters(slots)
     logger.info(
-        "adapters: %s of rank up to %d, %.1f MiB, read in %.1f s",
-        counted(len(modules), "slot"),
+        "adapters: %s of rank up to %d, %.1f MiB, %d read in %.1f s",
+        counted(slots.num_slots, "slot"),
         config.max_lora_rank,
         slots.num_bytes / 2**20,
+        len(modules),
         time.monotonic() - begun,
     )
+    return registry
 
 
-def _slots(holding: Holding, config: AdapterConfig, device: str) -> AdapterSlots | None:
-    """The slots, without memory yet; None where no adapter is named."""
-    modules = parse_modules(config)
-    if not modules:
+def _num_bytes(slots: AdapterSlots, config: AdapterConfig, device: str) -> int:
+    """The bytes of the slots, and of host memory beside them where that is the device's."""
+    copies = _num_copies(config) if device == HOST else 0
+    return slots.num_bytes + copies * slots.num_bytes // slots.num_slots
+
+
+def _num_copies(config: AdapterConfig) -> int:
+    """Most adapters in host memory: none, where each has a slot of its own."""
+    most, num_slots = most_adapters(config), most_slots(config)
+    return most if most > num_slots else 0
+
+
+def _slots(holding: Holding, config: AdapterConfig, device: str, packer: Packer | None = None) -> AdapterSlots | None:
+    """The slots, without memory yet; None where there are to be none."""
+    parse_modules(config)
+    if not (num_slots := most_slots(config)):
         return None
     if device != HOST:
-        raise ConfigError(f"lora_modules is given, but adapters are not supported on {device}: use --device cpu")
+        raise ConfigError(
+            f"adapters are asked for, which are not supported on {device}: use --device cpu, or leave out lora_modules"
+        )
     if holding.shard.stage != WHOLE:
-        raise ConfigError("lora_modules is given, but adapters are not supported in pipelines: use tensor parallelism")
+        raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
     if holding.shard.attends_apart:
-        raise ConfigError("lora_modules is given, but adapters do not go with data_parallel_attention: leave one out")
-    return AdapterSlots(holding, len(modules), config.max_lora_rank)
+        raise ConfigError("adapters are asked for, which do not go with data_parallel_attention: leave one out")
+    return AdapterSlots(holding, num_slots, config.max_lora_rank, packer)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,8 @@ from allspan.kernels.adapter_layout import COLUMNS, panels_of, put_rows
 from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
-from allspan.kernels.packer import Target
-from allspan.protos.api.errors import CheckpointError
+from allspan.kernels.packer import Packer, Target
+from allspan.protos.api.errors import AdapterRank, CheckpointError
 from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes, layout
@@ -61,8 +61,10 @@ class AdapterSlots:
     that adapters need.
     """
 
-    def __init__(self, holding: Holding, count: int, rank: int) -> None:
-        self._holding, self._rank, self.num_slots = replace(holding, delta=None), rank, count
+    def __init__(self, holding: Holding, count: int, rank: int, packer: Packer | None = None) -> None:
+        """`packer`: packs while steps run; None: the one of the weights, which must not."""
+        self._holding = replace(holding, delta=None, packer=packer or holding.packer)
+        self._rank, self.num_slots = rank, count
         self._layers = {piece.name: self._layer(piece) for piece in _changeable(holding.pieces)}
         self.tensors: dict[str, Tensor] = {}
 
@@ -90,14 +92,30 @@ class AdapterSlots:
         self._check(folder)
         return folder
 
-    def load(self, slot: int, path: Path) -> None:
-        """Reads a folder of PEFT's into a slot. Raises CheckpointError as `check` does, and for numbers that are not
-        finite; then the slot is as before."""
+    def stage(self, path: Path, goes_on: Callable[[], bool] = lambda: True) -> dict[str, Tensor]:
+        """Reads a folder of PEFT's into host memory: what `write` puts into a slot, of the tensors by their names; {}
+        where `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
         folder = self.check(path)
-        # Whole before anything is written: a number that is not finite is found while reading.
-        found = {module: folder.matrices(module, self._holding.dtype) for module in folder.modules}
+        found: dict[str, LowRank] = {}
+        for module in folder.modules:
+            if not goes_on():
+                return {}
+            found[module] = folder.matrices(module, self._holding.dtype)
+        staged: dict[str, Tensor] = {}
         for layer in self._layers.values():
-            self._fill(layer, slot, folder, found)
+            if not goes_on():
+                return {}
+            staged |= self._staged(layer, folder, found)
+        return staged
+
+    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+        """Puts an adapter into a slot that no step which may still run reads."""
+        for name, tensor in staged.items():
+            self.tensors[name][slot].copy_(tensor)
+
+    def load(self, slot: int, path: Path) -> None:
+        """Reads a folder of PEFT's into a slot. Raises as `stage` does; then the slot is as before."""
+        self.write(slot, self.stage(path))
 
     def has(self, layer: str) -> bool:
         return layer in self._layers
@@ -132,22 +150,27 @@ class AdapterSlots:
         b = HeldTensor((panels_of(shape.parts), self._rank, COLUMNS), self._holding.dtype)
         return _Layer(piece, shape.parts, a, b)
 
-    def _fill(self, layer: _Layer, slot: int, folder: PeftFolder, found: Mapping[str, LowRank]) -> None:
+    def _staged(self, layer: _Layer, folder: PeftFolder, found: Mapping[str, LowRank]) -> dict[str, Tensor]:
+        """What a slot of the layer is to hold, by the names of its tensors."""
         holding, piece = self._holding, layer.piece
         name_a, name_b, name_ranks, _ = layer.tensors(self.num_slots)
+        ranks = torch.zeros(len(layer.parts), dtype=torch.int32)
+        packed = torch.empty(layer.a.shape, dtype=torch.uint8)
+        panels = torch.zeros(layer.b.shape, dtype=layer.b.dtype)
         inputs = holding.shard.part(piece.inputs)
         a = torch.zeros(layer.a.features, len(inputs), dtype=holding.dtype)
         for number, part in enumerate(piece.parts):
             if (matrices := found.get(self._module(part.name))) is not None:
                 first = number * self._rank
                 a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
-            self.tensors[name_ranks][slot, number] = 0 if matrices is None else matrices.rank
-        holding.packer.floats(a, Target(layer.a, 0, 0, self.tensors[name_a][slot]))
+                ranks[number] = matrices.rank
+        holding.packer.floats(a, Target(layer.a, 0, 0, packed))
         source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
         for number, outputs in enumerate(layer.parts):
             rows = torch.zeros(outputs, self._rank, dtype=holding.dtype)
             source.floats(number, range(outputs), range(self._rank), rows)
-            put_rows(rows, layer.parts, number, self.tensors[name_b][slot])
+            put_rows(rows, layer.parts, number, panels)
+        return {name_a: packed, name_b: panels, name_ranks: ranks}
 
     def _module(self, part: str) -> str:
         """The name of the module of Hugging Face's model that has a part's weight."""
@@ -163,7 +186,7 @@ class AdapterSlots:
 
     def _check(self, folder: PeftFolder) -> None:
         if folder.rank > self._rank:
-            raise CheckpointError(
+            raise AdapterRank(
                 f"{folder.path}: the adapter has rank {folder.rank}, max_lora_rank is {self._rank}: raise it"
             )
         for module in folder.modules:

@@ -21,7 +21,7 @@ from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, axis_names, group_name
-from allspan.worker.step.model import PageTiers
+from allspan.worker.step.model import PageTiers, RankAdapters
 from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -37,11 +37,12 @@ class Batch:
         sampler: Sampler,
         buffers: InputBuffers,
         tiers: PageTiers | None = None,
-        has_adapters: bool = False,
+        adapters: RankAdapters | None = None,
     ) -> None:
-        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are."""
+        """`buffers` of the same sizes. `tiers` None: the pages of the device are all there are. `adapters` None:
+        requests have none."""
         self._lifetimes = sizes.lifetimes
-        self._has_adapters = has_adapters
+        self._adapters = adapters
         self._axis_names = axis_names(sizes.num_positions)
         self._owners = Owners(sizes)
         self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths, scorer=sizes.scorer)
@@ -79,6 +80,7 @@ class Batch:
             self._decodes = None
         for row in plan.leaves:
             self._leave(row, plan)
+        self._place(plan)
         for join in plan.joins:
             self._join(join, inbox)
         for grant in plan.grants:
@@ -155,7 +157,7 @@ class Batch:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
         inputs = self.buffers.fill(values | self._attention_values(rows, counts, values), common, len(rows))
-        if self._has_adapters and (adapters := state.adapters[rows]).max() >= 0:
+        if self._adapters is not None and (adapters := state.adapters[rows]).max() >= 0:
             inputs.adapters = torch.from_numpy(np.repeat(adapters, counts))
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
@@ -191,6 +193,12 @@ class Batch:
         for request_id in plan.drops:
             self._parked.pop(request_id, None)
             inbox.drop(request_id)
+
+    def _place(self, plan: StepPlan) -> None:
+        for slot, adapter in plan.placements:
+            if self._adapters is None:
+                raise InternalError(f"step {plan.step} places an adapter, this rank takes none")
+            self._adapters.place(slot, adapter)
 
     def _copy(self, plan: StepPlan) -> None:
         if not (plan.saves or plan.loads):

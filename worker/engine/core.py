@@ -16,6 +16,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.cache.page_log import PageLog
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.live_adapters import LiveAdapters
 from allspan.worker.engine.loop import Progress, StepLoop
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
@@ -32,7 +33,7 @@ from allspan.worker.scheduler.drafting import Drafting, drafter_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of
 from allspan.worker.scheduler.lookahead import BATCHES_A_STAGE, DEPTH, Lookahead, PipelineLookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
-from allspan.worker.scheduler.plan import Operation
+from allspan.worker.scheduler.plan import Operation, StepPlan
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Scheduler
 from allspan.worker.step.backend import StepParts
@@ -90,7 +91,7 @@ class EngineCore:
         )
         lifetimes = [group.lifetime for group in self.limits.groups()]
         sizes = batch_sizes(config, length, lifetimes, row_inputs, own)
-        self._batch = Batch(sizes, sampler, parts.inputs, tiers, has_adapters=row_inputs.num_adapters > 0)
+        self._batch = Batch(sizes, sampler, parts.inputs, tiers, parts.adapters)
         depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader)
         lookahead = Lookahead(depth, sampler.samples_ahead)
@@ -104,6 +105,9 @@ class EngineCore:
         scheduler = Scheduler(self.limits, eos_token_ids, epoch, prefix, lookahead=lookahead)
         self._planner = LeaderPlanner(
             scheduler, self._inbox, self.operations, self._status, self._changed, lambda ended: self.on_outputs(ended)
+        )
+        self.adapters = LiveAdapters(
+            parts.adapters, scheduler.adapters, self.operations, self.operate, self._changed, config
         )
         self._refused = 0
 
@@ -157,11 +161,11 @@ class EngineCore:
                 self._status.move(EngineState.STOPPED, why)
             self._planner.drain(timeout)
 
-    def operate(self, operation: Operation, timeout: float) -> None:
+    def operate(self, operation: Operation, timeout: float, argument: bytes = b"") -> None:
         """Leader: has all ranks do something at the same step, and waits for its end; raises as `Operations.request`.
         InvalidRequest on a follower."""
         self._check_leader()
-        self.operations.request(operation, timeout, self._planner.is_drained)
+        self.operations.request(operation, timeout, self._planner.is_drained, argument)
 
     def rebalance_experts(self, timeout: float) -> None:
         """Leader: has ranks exchange experts so that all have about the same load, while steps go on. InvalidRequest on
@@ -265,8 +269,8 @@ class EngineCore:
         """Raises InternalError unless the scheduler's invariants hold. For tests and idle moments."""
         self._planner.check()
 
-    def _operate(self, operation: Operation) -> None:
-        self.operations.carry_out(operation, self._planner.invalidate)
+    def _operate(self, plan: StepPlan) -> None:
+        self.operations.carry_out(plan, self._planner.invalidate)
 
     def _check_leader(self) -> None:
         if not self.is_leader:

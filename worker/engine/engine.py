@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from allspan.protos.api.adapters import adapter_slot
+from allspan.protos.api.adapters import AdapterModule, find_adapter
 from allspan.protos.api.batch_generate import (
     AsyncWaits,
     BatchGenerate,
@@ -40,7 +40,6 @@ from allspan.protos.api.prompts import (
 )
 from allspan.protos.api.results import Output, RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
-from allspan.protos.config.adapters import parse_modules
 from allspan.protos.embeddings.calls import EmbeddingCalls
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text.defaults import default_params
@@ -94,7 +93,6 @@ class Engine(EmbeddingCalls):
         self._tokenizer_path = Path(tokenizer or config.model.path)
         self._tokenizer: Tokenizer | None = None
         self._model_path = config.model.path
-        self._adapters = [module.name for module in parse_modules(config.adapters, (self.model,))]
         self._loaded = load_engine(config, ops, LocalCollectives())
         self._kernels = ops.name
         self._inspection = Inspection(config.model, self._loaded.model, self._kernels)
@@ -242,6 +240,16 @@ class Engine(EmbeddingCalls):
     def rebalance_experts(self, timeout: float = 600.0) -> None:
         self._core.rebalance_experts(timeout)
 
+    def load_lora(self, name: str, path: str | Path, timeout: float = 60.0) -> None:
+        module = AdapterModule(name, str(Path(path).expanduser()))
+        self._core.adapters.load(module.loaded(os.urandom(16)), timeout)
+
+    def unload_lora(self, name: str, timeout: float = 60.0) -> int:
+        return self._core.adapters.unload(name, timeout)
+
+    def list_loras(self) -> tuple[AdapterModule, ...]:
+        return self._core.adapters.listed()[1]
+
     def start_profile(self) -> None:
         self._core.operate(Operation.START_PROFILE, PROFILE_TIMEOUT_S)
 
@@ -325,7 +333,7 @@ class Engine(EmbeddingCalls):
         try:
             request = Request(request_id, "", tuple(ids), params, options, embeddings=embeddings)
             request.positions, request.wants_hidden_state = positions, wants_hidden_state
-            request.adapter = adapter_slot(options.adapter, self._adapters)
+            request.adapter = find_adapter(options.adapter, self._core.adapters.listed()[1] if options.adapter else ())
             self._core.submit(request)
         except AllspanError:
             self._open.remove(request_id)

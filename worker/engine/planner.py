@@ -8,11 +8,12 @@ from typing import Any
 
 from allspan.protos.api.counters import counters_of
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable
+from allspan.worker.adapters.registry import drop_argument
 from allspan.worker.engine.inbox import Inbox
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.status import EngineStatus
 from allspan.worker.scheduler.counters import Load
-from allspan.worker.scheduler.plan import StepPlan, StepResult
+from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler
 
@@ -87,8 +88,10 @@ class LeaderPlanner:
         """Returns the next step; None when none can be planned now. An operation waits until no step is in flight."""
         with self._changed:
             ended, self._ended = self._ended + self._expire(), []
-            operation = self._operations.next_operation()
-            plan = self.scheduler.schedule(operation)
+            for adapter in self.scheduler.adapters.take_unused():
+                self._operations.add(Operation.DROP_ADAPTER, drop_argument(adapter))
+            operation, argument = self._operations.next_operation()
+            plan = self.scheduler.schedule(operation, argument)
             if operation and plan is not None:
                 self._operations.planned()
         if ended:
@@ -183,6 +186,9 @@ def _statistics(scheduler: Scheduler) -> dict[str, Any]:
         "filling_tokens": max(held),
         "host_pages_total": sum(pages.host_total for pages in groups),
         "host_pages_used": sum(pages.host_used for pages in groups),
+        "adapter_slots": scheduler.adapters.num_slots,
+        "adapters_loaded": len(scheduler.adapters),
+        "adapter_swaps": scheduler.adapters.num_swaps,
         "prompt_tokens_per_s": prompt,
         "generated_tokens_per_s": generated,
         "step_tokens": tuple(scheduler.counters.step_tokens),

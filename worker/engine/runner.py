@@ -18,7 +18,8 @@ from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.step.inputs import StepInputs, take_ids
 from allspan.worker.step.model import StepModel
 
-Operate = Callable[[Operation], None]
+Operate = Callable[[StepPlan], None]
+"""Carries out the operation of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Runner:
         """One plan: the state that it changes, its operation, its tokens."""
         step = self._batch.apply(plan, inbox)
         if plan.operation is not Operation.NONE:
-            operate(plan.operation)
+            operate(plan)
         if step.inputs is None:
             return self._batch.commit(step, None)
         wanted = step.logits
@@ -82,7 +83,7 @@ class Runner:
         newest = self._flights[-1] if self._flights else None
         step = self._batch.apply(plan, inbox, newest.step if newest else None)
         if plan.operation is not Operation.NONE:
-            operate(plan.operation)
+            operate(plan)
         launched: Launched | None = None
         hidden: Tensor | None = None
         pooled: Tensor | None = None

@@ -27,6 +27,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.operations import OnOperation
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.attention_ranks import attention_place
 from allspan.worker.load.expert_moves import ExpertMoves
@@ -85,7 +86,7 @@ def load_engine(
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
-    open_adapters(loaded, config.adapters, tensors)
+    adapters = open_adapters(loaded, config.adapters, tensors, collectives, _packer_beside(ops, loaded.holding))
     head = _score_head(model, loaded, world.rank)
     await_others()
     lifetimes, own = [group.lifetime for group in loaded.cache_groups], attention_place(model, collectives)
@@ -108,7 +109,7 @@ def load_engine(
     kv = [backend.page_store(group.spec, count) for group, count in zip(loaded.cache_groups, counts, strict=True)]
     loaded.bind_cache(*kv)
     eos = ends_of(model, loaded.spec)
-    parts = StepParts(backend.step_inputs(sizes, loaded), sampling)
+    parts = StepParts(backend.step_inputs(sizes, loaded), sampling, adapters)
     groups, tiers = _group_limits(loaded.cache_groups, counts, host), Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
@@ -178,8 +179,7 @@ def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
 
 def _packer_beside(ops: OpSet, holding: Holding) -> Packer:
     """One that packs weights while the op set runs steps: by the same kernels, on a thread of its own."""
-    can_move = holding.shard.groups[EP].size > 1 and holding.memory == "panels"
-    return Packer(op_set(ops.name).runtime if can_move else None)
+    return Packer(op_set(ops.name).runtime if holding.memory == "panels" else None)
 
 
 def _set_operations(
@@ -192,14 +192,14 @@ def _set_operations(
     collectives: Collectives,
 ) -> None:
     """Says what this rank does at operations of a plan."""
-    moves = ExpertMoves(model, config, collectives, weights.checkpoint, _packer_beside(ops, model.holding))
+    moves_experts = model.holding.shard.groups[EP].size > 1
+    packer = _packer_beside(ops, model.holding) if moves_experts else Packer()
+    moves = ExpertMoves(model, config, collectives, weights.checkpoint, packer)
     core.operations.on_operation = _on_operation(core, model, weights, head, moves)
     core.operations.rebalance = partial(moves.rebalance, core.operate)
 
 
-def _on_operation(
-    core: EngineCore, model: Model, weights: Weights, head: ScoreHead, moves: ExpertMoves
-) -> Callable[[Operation], None]:
+def _on_operation(core: EngineCore, model: Model, weights: Weights, head: ScoreHead, moves: ExpertMoves) -> OnOperation:
     """What a rank does at an operation of a plan."""
 
     def unload() -> None:
@@ -226,9 +226,12 @@ def _on_operation(
         Operation.STOP_PROFILE: model.stop_profile,
     }
 
-    def operate(operation: Operation) -> None:
+    def operate(operation: Operation, argument: bytes) -> None:
         try:
-            actions[operation]()
+            if (of_adapters := core.adapters.actions.get(operation)) is not None:
+                of_adapters(argument)
+            else:
+                actions[operation]()
         finally:
             core.operations.weights_loaded = weights.is_loaded
 

@@ -74,7 +74,7 @@ class StageRunner:
         step = self._batch.apply(plan, inbox)
         self._batch.part()
         if plan.operation is not Operation.NONE:
-            operate(plan.operation)
+            operate(plan)
         if step.num_unknown:
             raise InternalError(f"step {plan.step} runs tokens that are not known")
         rows = step.logits

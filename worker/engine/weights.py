@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import AllspanError, CheckpointError, Unavailable
@@ -15,15 +14,13 @@ from allspan.worker.backend.table import open_backend
 from allspan.worker.load import loader
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec_json import difference as spec_difference
-from allspan.worker.parallel.base import Collectives, all_ranks
+from allspan.worker.parallel.agree import exchange
+from allspan.worker.parallel.base import Collectives
 from allspan.worker.process.release_memory import give_back, take_again
 from allspan.worker.step.backend import DeviceSteps
 from allspan.worker.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-_MESSAGE_BYTES = 2048
-"""The bytes of a failure's message that the other ranks get."""
 
 
 class Weights:
@@ -147,11 +144,7 @@ class Weights:
 
     def _agree(self, failure: str) -> None:
         """Exchanges how it went on every rank; raises the first failure on all of them."""
-        data = failure.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        mine, world = torch.frombuffer(bytearray(data), dtype=torch.int32).view(1, -1), all_ranks(self._collectives)
-        everyone = torch.empty((world.size, mine.shape[1]), dtype=torch.int32)
-        world.all_gather_rows(mine, everyone)
-        for rank, row in enumerate(everyone):
-            message = bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
+        told = exchange(failure, self._collectives)
+        for rank, message in enumerate(told):
             if message:
-                raise CheckpointError(message if world.size == 1 else f"rank {rank}: {message}")
+                raise CheckpointError(message if len(told) == 1 else f"rank {rank}: {message}")

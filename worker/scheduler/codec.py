@@ -1,12 +1,14 @@
 """StepPlan to bytes and back: a fixed little-endian layout, never pickle.
 
-    header   "ASP6", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, nine counts u32:
-             leaves, drops, joins, grants, saves, loads, runs, drafts, numbers
+    header   "ASP7", epoch u32, step u64, tokens_hash u32, operation u32, in_flight u32, eleven counts u32:
+             leaves, drops, joins, grants, saves, loads, runs, drafts, numbers, placements, bytes of the argument
     drops    16 bytes each
     joins    row u32, request id 16 bytes, digest u64, num_computed u32, num_output u32, adapter i32, owner u32
     numbers  u32 each: leaves; row, page count, group and first place of each grant; source, target, group and owner of
              each save and each load; row and token count of each run and of each draft; then the pages of all grants
              and the tokens of all drafts
+    places   slot u32 and digest u64 of each adapter that is placed
+    argument of the operation
 
 Every count is checked against the length before anything is read.
 """
@@ -21,9 +23,10 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
 
-_MAGIC = b"ASP6"
-_HEADER = struct.Struct("<4sIQIII9I")
+_MAGIC = b"ASP7"
+_HEADER = struct.Struct("<4sIQIII11I")
 _JOIN = struct.Struct("<I16sQIIiI")
+_PLACE = struct.Struct("<IQ")
 _ID_BYTES = 16
 _OPERATIONS = frozenset(int(operation) for operation in Operation)
 
@@ -44,7 +47,8 @@ def encode(plan: StepPlan) -> bytes:
     if any(len(request_id) != _ID_BYTES for request_id in (*plan.drops, *(join.request_id for join in plan.joins))):
         raise InternalError(f"a plan names a request id that is not {_ID_BYTES} bytes: {plan}")
     parts = (
-        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, numbers
+        plan.leaves, plan.drops, plan.joins, plan.grants, plan.saves, plan.loads, plan.runs, plan.drafts, numbers,
+        plan.placements, plan.argument,
     )  # fmt: skip
     counts = (len(part) for part in parts)
     try:
@@ -53,7 +57,9 @@ def encode(plan: StepPlan) -> bytes:
             _JOIN.pack(j.row, j.request_id, j.digest, j.num_computed, j.num_output, j.adapter, j.owner)
             for j in plan.joins
         )
-        return head + b"".join(plan.drops) + joins + struct.pack(f"<{len(numbers)}I", *numbers)
+        places = b"".join(itertools.starmap(_PLACE.pack, plan.placements))
+        packed = struct.pack(f"<{len(numbers)}I", *numbers)
+        return head + b"".join(plan.drops) + joins + packed + places + plan.argument
     except struct.error as error:
         raise InternalError(f"a plan cannot be encoded: {error}: {plan}") from error
 
@@ -65,11 +71,13 @@ def decode(data: bytes) -> StepPlan:
     magic, epoch, step, tokens_hash, operation, in_flight, *counts = _HEADER.unpack_from(data)
     if magic != _MAGIC or operation not in _OPERATIONS:
         raise InternalError(f"malformed plan: starts with {magic!r}, operation {operation}")
-    leaves, drops, joins, grants, saves, loads, runs, drafts, total = counts
+    leaves, drops, joins, grants, saves, loads, runs, drafts, total, placements, argument = counts
     joins_at = _HEADER.size + _ID_BYTES * drops
     numbers_at = joins_at + _JOIN.size * joins
-    if len(data) != numbers_at + 4 * total:
-        raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {numbers_at + 4 * total}")
+    places_at = numbers_at + 4 * total
+    argument_at = places_at + _PLACE.size * placements
+    if len(data) != argument_at + argument:
+        raise InternalError(f"malformed plan: {len(data)} bytes, its counts {counts} say {argument_at + argument}")
     numbers = struct.unpack_from(f"<{total}I", data, numbers_at)
     granted_at = leaves + 4 * grants
     copied_at = granted_at + 4 * (saves + loads)
@@ -96,6 +104,8 @@ def decode(data: bytes) -> StepPlan:
         in_flight=in_flight,
         drafts=tuple((row, _take(rest, count)) for row, count in drafted),
         operation=Operation(operation),
+        argument=data[argument_at:],
+        placements=tuple(_PLACE.iter_unpack(data[places_at:argument_at])),
     )
 
 

@@ -9,34 +9,9 @@ from dataclasses import dataclass, field
 
 from allspan.protos.api.counters import STEP_TOKENS_BOUNDS, EngineCounters
 from allspan.worker.scheduler.plan import Run
+from allspan.worker.scheduler.request import Request
 
 WINDOW_S = 10.0
-
-
-@dataclass(slots=True, kw_only=True)
-class SchedulerCounters(EngineCounters):
-    """The counters of an engine that the scheduler raises; the others keep their defaults here."""
-
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
-
-    def count_step(self, runs: Iterable[Run]) -> None:
-        """Counts a step and the tokens computed in it."""
-        self.steps += 1
-        if tokens := sum(run.num_tokens for run in runs):
-            self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
-            self.step_tokens_sum += tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What an engine has to do: requests, tokens that are still to be computed for them, and pages."""
-
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    cached_pages: int = 0
 
 
 class Throughput:
@@ -72,3 +47,39 @@ class Rate:
     def _forget(self, now: float) -> None:
         while self._seconds and self._seconds[0][0] < now - WINDOW_S:
             self._seconds.popleft()
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters(EngineCounters):
+    """The counters of an engine that the scheduler raises; the others keep their defaults here."""
+
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
+    throughput: Throughput = field(default_factory=Throughput)
+
+    def count_join(self, request: Request, looks_up: bool) -> None:
+        """Counts a request that runs for the first time, and what of its prompt was cached if it `looks_up` that."""
+        prompt = len(request.prompt_token_ids)
+        self.prompt_tokens += prompt
+        if looks_up:
+            self.prefix_query_tokens += prompt
+            self.prefix_hit_tokens += request.cached_tokens
+            self.prefix_host_hit_tokens += request.host_cached_tokens
+
+    def count_step(self, runs: Iterable[Run]) -> None:
+        """Counts a step and the tokens computed in it."""
+        self.steps += 1
+        if tokens := sum(run.num_tokens for run in runs):
+            self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
+            self.step_tokens_sum += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do: requests, tokens that are still to be computed for them, and pages."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    cached_pages: int = 0

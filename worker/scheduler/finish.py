@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from allspan.protos.api.errors import AllspanError, InternalError
+from allspan.protos.api.errors import AllspanError, DeadlineExceeded, InternalError
 from allspan.protos.api.results import Output, RequestTimings
 from allspan.worker.sampling.failure import failure
 from allspan.worker.scheduler.plan import Run, StepResult
@@ -100,4 +100,13 @@ def timings(request: Request, now: float) -> RequestTimings:
         arrived_at=request.arrived_wall,
         host_cached_tokens=request.host_cached_tokens,
         preemptions=request.preemptions,
+    )
+
+
+def timed_out(request: Request) -> DeadlineExceeded:
+    """Returns the error of a request whose `timeout_s` is over, before it is ended."""
+    where = "running" if request.row >= 0 else "waiting"
+    return DeadlineExceeded(
+        f"timeout_s is {request.options.timeout_s:g}: the request was still {where} then, with "
+        f"{len(request.output_token_ids)} of {request.max_tokens} tokens; allow more time, or ask for less"
     )

@@ -126,11 +126,7 @@ class Limits:
             raise InvalidRequest("the model makes embeddings and generates no tokens: ask for embeddings", "pooling")
         if request.wants_hidden_state and not self.row_inputs.hidden_size:
             raise InvalidRequest("hidden_state is asked for, the model gives none: leave it out", "hidden_state")
-        slots, size, embeddings = self.row_inputs.num_adapters, self.row_inputs.embedding_size, request.embeddings
-        if not -1 <= request.adapter < slots:
-            raise InvalidRequest(
-                f"adapter is slot {request.adapter}, the model has {slots} adapter slots; -1 takes none", "adapter"
-            )
+        size, embeddings = self.row_inputs.embedding_size, request.embeddings
         if embeddings is None:
             return
         if embeddings.rows.ndim != 2 or embeddings.rows.shape[1] != size:

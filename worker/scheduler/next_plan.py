@@ -41,9 +41,10 @@ class NextPlan:
         step: StepBuilder,
         copies: tuple[tuple[Copy, ...], tuple[Copy, ...]],
         in_flight: int,
-        operation: Operation,
+        operation: tuple[Operation, bytes],
+        placements: tuple[tuple[int, int], ...],
     ) -> StepPlan:
-        """The plan of one more step. `copies`: saves and loads."""
+        """The plan of one more step. `copies`: saves and loads; `operation`: with its argument."""
         self.step += 1
         plan = StepPlan(
             epoch=self.epoch,
@@ -58,7 +59,9 @@ class NextPlan:
             runs=tuple(step.runs),
             drafts=tuple(step.drafts.items()),
             in_flight=in_flight,
-            operation=operation,
+            operation=operation[0],
+            argument=operation[1],
+            placements=placements,
         )
         for part in (self.leaves, self.drops, self.joins, self.grants):
             part.clear()

@@ -20,6 +20,9 @@ class Operation(enum.IntEnum):
     STOP_PROFILE = 5
     REBALANCE_EXPERTS = 6
     SWITCH_EXPERTS = 7
+    READ_ADAPTER = 8
+    ADD_ADAPTER = 9
+    DROP_ADAPTER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: leaves, drops, joins, grants, saves, loads, runs, operation. A row samples when its
-    run reaches its last token.
+    """Applied in this order: leaves, drops, placements, joins, grants, saves, loads, runs, operation. A row samples
+    when its run reaches its last token.
 
     A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request
     that ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
@@ -90,6 +93,10 @@ class StepPlan:
     """Row and the last tokens of its run, which are only proposed: every one is sampled as well, and those up to the
     first that differs are kept."""
     operation: Operation = Operation.NONE
+    argument: bytes = b""
+    """What the operation is about."""
+    placements: tuple[tuple[int, int], ...] = ()
+    """Adapter slots that get another adapter, each with its digest: every rank has that in host memory."""
 
     @property
     def num_tokens(self) -> int:

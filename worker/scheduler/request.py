@@ -7,6 +7,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
+from allspan.protos.api.adapters import NO_ADAPTER
 from allspan.protos.api.errors import InternalError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.sampling import SamplingParams
@@ -63,8 +64,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     options: RequestOptions = field(default_factory=RequestOptions)
-    adapter: int = -1
-    """The slot of the adapter that changes the model for this request; -1: none."""
+    adapter: int = NO_ADAPTER
+    """The digest of the load of the adapter that changes the model for this request."""
     embeddings: PromptEmbeddings | None = None
     """Rows that take the place of some prompt tokens' embeddings."""
     positions: PromptPositions | None = None

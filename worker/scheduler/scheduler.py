@@ -17,11 +17,12 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from allspan.protos.api.errors import AllspanError, AlreadyExists, DeadlineExceeded, InternalError, QueueFull
+from allspan.protos.api.errors import AllspanError, AlreadyExists, InternalError, QueueFull
 from allspan.protos.api.results import Output
-from allspan.worker.scheduler.counters import SchedulerCounters, Throughput
+from allspan.worker.scheduler.adapter_table import AdapterTable
+from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import Drafting
-from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timings, vector_end
+from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timed_out, timings, vector_end
 from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Lookahead
@@ -54,9 +55,9 @@ class Scheduler:
         """`prefix` None: no prefix cache. `lookahead` None: every step is planned when the one before is over."""
         self.limits = limits
         self.memory = page_memory(limits, prefix or PrefixSettings())
+        self.adapters = AdapterTable(limits.row_inputs.num_adapters, clock)
         self.lookahead = Lookahead() if lookahead is None else lookahead
         self.counters = SchedulerCounters()
-        self.throughput = Throughput()
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
         self._next = NextPlan(epoch)
@@ -89,7 +90,7 @@ class Scheduler:
 
     def tokens_per_s(self) -> tuple[float, float]:
         """Prompt tokens that were taken in and tokens that were generated, over the last ten seconds or so."""
-        return self.throughput.per_second(self._clock())
+        return self.counters.throughput.per_second(self._clock())
 
     def submit(self, request: Request) -> None:
         """Takes a request in. Raises InvalidRequest, AlreadyExists or QueueFull; then nothing has changed."""
@@ -101,9 +102,9 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, max_queued_requests is "
                 f"{self.limits.max_queued_requests}; try again in a second or later"
             )
+        self.adapters.admit(request)
         request.arrived_at, request.arrived_wall = self._clock(), time.time()
-        request.order = self._arrivals
-        self._arrivals += 1
+        request.order, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests[request.request_id] = request
         self._waiting.add(request)
         if request.options.timeout_s is not None:
@@ -123,13 +124,8 @@ class Scheduler:
             return []
         outcomes: list[Outcome] = []
         for request in self._deadlines.pop_expired(self._clock(), self._requests):
-            where = "running" if request.row >= 0 else "waiting"
+            outcomes.append((request, timed_out(request)))
             self._end(request, RequestStatus.FAILED)
-            message = (
-                f"timeout_s is {request.options.timeout_s:g}: the request was still {where} then, with "
-                f"{len(request.output_token_ids)} of {request.max_tokens} tokens; allow more time, or ask for less"
-            )
-            outcomes.append((request, DeadlineExceeded(message)))
         return outcomes
 
     def abandon(self, error: AllspanError) -> list[Outcome]:
@@ -139,7 +135,7 @@ class Scheduler:
             self._end(request, RequestStatus.FAILED)
         return [(request, error) for request in requests]
 
-    def schedule(self, operation: Operation = Operation.NONE) -> StepPlan | None:
+    def schedule(self, operation: Operation = Operation.NONE, argument: bytes = b"") -> StepPlan | None:
         """The next step; `apply` must be called with its result. None when there is nothing to do, or nothing that can
         be planned before the steps in flight are over. A step with an operation runs no tokens, and none is in flight
         beside it."""
@@ -154,7 +150,8 @@ class Scheduler:
             self._fill(step)
             if not step.runs and (in_flight or not self._next.has_ends):
                 return None
-        plan = self._next.make(step, self.memory.take_copies(), in_flight, operation)
+        copies, placements = self.memory.take_copies(), self.adapters.take_placements()
+        plan = self._next.make(step, copies, in_flight, (operation, argument), placements)
         self.lookahead.launch(plan, step.requests, bool(step.sampled))
         return plan
 
@@ -192,7 +189,7 @@ class Scheduler:
                 outcomes += [(request, news) for news in outputs_of(request, run, end, result, now)]
                 if end.reason or end.error:
                     self._end(request, RequestStatus.FAILED if end.error else RequestStatus.FINISHED)
-        self.throughput.generation.count(now, self.counters.generated_tokens - before)
+        self.counters.throughput.generation.count(now, self.counters.generated_tokens - before)
         return outcomes
 
     def _fill(self, step: StepBuilder) -> None:
@@ -228,7 +225,7 @@ class Scheduler:
             request = self._waiting[i]
             if not self._running or self._running[-1].options.priority <= request.options.priority:
                 return
-            if (hits := self.memory.match(request)) is not None:
+            if (hits := self._match(request)) is not None:
                 self._preempt_for(request, hits)
                 return
 
@@ -277,8 +274,8 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder, before: int | None) -> None:
         """Lets waiting requests in, those that go before priority `before` alone, while there is place. A request that
-        finds none holds up those behind it; one that waits for pages that are being computed does not, unless there are
-        as many such requests as there are rows."""
+        finds none holds up those behind it; one that waits for pages that are being computed, or for a slot for its
+        adapter, does not, unless there are as many such requests as there are rows."""
         index = 0
         while (
             index < min(len(self._waiting), len(self._slots))
@@ -288,7 +285,7 @@ class Scheduler:
             request = self._waiting[index]
             if before is not None and request.options.priority >= before:
                 return
-            hits = self.memory.match(request)
+            hits = self._match(request)
             if hits is None:
                 index += 1
                 continue
@@ -301,6 +298,10 @@ class Scheduler:
             self._waiting.remove(request)
             self._join(request, hit)
             step.prefill(request)  # whose pages it has
+
+    def _match(self, request: Request) -> tuple[PrefixHit, ...] | None:
+        """What the cache has of it; None while it must wait for a page, or a slot for its adapter."""
+        return self.memory.match(request) if self.adapters.may_join(request) else None
 
     def _has_place(self, request: Request, hit: PrefixHit) -> bool:
         """A row is free, and so are the pages, with one left for each running request, else the newcomer would soon
@@ -323,7 +324,7 @@ class Scheduler:
                 digest=request.digest(),
                 num_computed=request.num_computed,
                 num_output=len(request.output_token_ids),
-                adapter=request.adapter,
+                adapter=self.adapters.join(request),
                 owner=request.owner,
             )
         )
@@ -334,12 +335,8 @@ class Scheduler:
         request.started_at = now
         request.cached_tokens = min(hit.num_pages * size, prompt)
         request.host_cached_tokens = min(hit.num_host_pages * size, prompt)
-        self.counters.prompt_tokens += prompt
-        self.throughput.prompt.count(now, prompt)
-        if self.memory.looks_up(request):
-            self.counters.prefix_query_tokens += prompt
-            self.counters.prefix_hit_tokens += request.cached_tokens
-            self.counters.prefix_host_hit_tokens += request.host_cached_tokens
+        self.counters.throughput.prompt.count(now, prompt)
+        self.counters.count_join(request, self.memory.looks_up(request))
 
     def _make_room(self, request: Request, count: int, step: StepBuilder) -> bool:
         """Sees to pages for the next `count` tokens. False when there are none: the request was preempted, or the step
@@ -372,6 +369,7 @@ class Scheduler:
         self._running.remove(request)
         self._next.vacate(request.row)
         self._slots.give_back(request)
+        self.adapters.leave(request)
         self.lookahead.leave(request)
         request.num_in_flight = request.num_unknown = 0
         self.memory.release(request)
@@ -382,6 +380,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.move(status)
+        self.adapters.end(request)
         del self._requests[request.request_id]
         self._next.drops.append(request.request_id)
         self.counters.finished_requests += 1
@@ -391,6 +390,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises InternalError unless pages, rows, queue and states agree. For tests and idle moments."""
         self.memory.check(self._running)
+        self.adapters.check(self._requests.values())
         standing = Standing(self._running, self._waiting.requests(), self._slots.requests, self._slots.free)
         check_standing(standing, self._requests, _place)
 

@@ -1,4 +1,4 @@
-"""What a Results stream tells of the leader beside outputs: its load, and the changes of its prefix cache."""
+"""What a Results stream tells of the leader beside outputs: its load, its adapters, the changes of its prefix cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Callable
 
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.convert import adapters_to_wire
 from allspan.protos.page_keys import short_key
 from allspan.worker.cache.page_log import CachedPage, PageLog
 from allspan.worker.scheduler.counters import Load
@@ -19,6 +21,10 @@ KEYS, TOKEN_IDS = 1, 2
 MEDIA = ("GPU", "CPU")
 LOAD_S = 0.25
 """Least time between two words of the load on a stream: counting takes half a microsecond an open request."""
+
+
+Listed = tuple[int, tuple[AdapterModule, ...]]
+"""See `LiveAdapters.listed`."""
 
 
 class PageEventStream:
@@ -74,8 +80,14 @@ class PageEventStream:
 class LeaderNews:
     """What one stream tells beside outputs: with nothing given, nothing."""
 
-    def __init__(self, load: Callable[[], Load] | None = None, pages: PageEventStream | None = None) -> None:
-        self._load = load
+    def __init__(
+        self,
+        load: Callable[[], Load] | None = None,
+        adapters: Callable[[], Listed] | None = None,
+        pages: PageEventStream | None = None,
+    ) -> None:
+        self._load, self._adapters = load, adapters
+        self._told_version = -1
         self._pages = pages
         self._told_at = float("-inf")
         self.has_more = False
@@ -90,6 +102,11 @@ class LeaderNews:
             message.load.running, message.load.waiting = load.running, load.waiting
             message.load.queued_tokens, message.load.cached_pages = load.queued_tokens, load.cached_pages
             message.load.pages_used, message.load.pages_total = load.pages_used, load.pages_total
+        if self._adapters is not None:
+            version, adapters = self._adapters()
+            if version != self._told_version:
+                self._told_version = version
+                message.adapters.CopyFrom(adapters_to_wire(version, adapters))
         if self._pages is not None:
             events = self._pages.next()
             if events is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.adapters import adapter_slot
+from allspan.protos.api.adapters import NO_ADAPTER
 from allspan.protos.api.errors import InvalidRequest, ModelNotFound, Unavailable
 from allspan.protos.convert import options_from_wire, sampling_from_wire
 from allspan.worker.scheduler.request import Request
@@ -13,9 +11,9 @@ from allspan.worker.scheduler.request import Request
 MAX_REQUEST_IDS = 65536
 
 
-def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int, adapters: Sequence[str] = ()) -> Request:
-    """Raises Unavailable (another epoch's facade), ModelNotFound (and AdapterNotFound) or InvalidRequest naming the
-    field. Limits that depend on the model are the engine's to check. `adapters`: names, in the order of the slots."""
+def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int) -> Request:
+    """Raises Unavailable (another epoch's facade), ModelNotFound or InvalidRequest naming the field. Limits that depend
+    on the model, and the adapter, are the engine's to check."""
     if message.epoch != epoch:
         raise Unavailable(f"this world is epoch {epoch}, the request is for epoch {message.epoch}; attach again")
     if message.model not in ("", model):
@@ -29,7 +27,7 @@ def request_from_wire(message: pb.StartRequestMessage, model: str, epoch: int, a
         prompt_token_ids=tuple(message.prompt_token_ids),
         params=sampling_from_wire(message.sampling),
         options=options_from_wire(message),
-        adapter=adapter_slot(message.adapter, adapters),
+        adapter=message.adapter_digest if message.adapter else NO_ADAPTER,
         num_resumed=len(message.output_token_ids),
         output_token_ids=list(message.output_token_ids),
     )

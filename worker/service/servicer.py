@@ -10,19 +10,19 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import ERRORS, AllspanError, InternalError, InvalidRequest
 from allspan.protos.config.settings import WorkerConfig
-from allspan.protos.convert import counters_to_wire
+from allspan.protos.convert import adapter_from_wire, adapter_to_wire, adapters_to_wire, counters_to_wire
 from allspan.protos.worker_pb2_grpc import WorkerServicer
 from allspan.worker.cache.page_log import PageLog
+from allspan.worker.engine.live_adapters import LiveAdapters
 from allspan.worker.process.host import peak_rss_bytes, rss_bytes
 from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.sampling.grammar_cache import COMPILE_S, Grammars, took_too_long
@@ -52,6 +52,7 @@ class Core(Protocol):
     """What the service asks of the engine; every method may be called from its thread."""
 
     grammars: Grammars
+    adapters: LiveAdapters
 
     @property
     def is_leader(self) -> bool: ...
@@ -100,12 +101,6 @@ class RankFacts:
     kv_bytes: int
     prompt_lengths: tuple[int, ...] = ()
     """See `RowInputs.prompt_lengths`."""
-    adapters: tuple[AdapterModule, ...] = ()
-    """The adapters that it has loaded, in the order of their slots."""
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        return tuple(adapter.name for adapter in self.adapters)
 
 
 def translated(method: Callable[..., Awaitable[Reply]]) -> Callable[..., Awaitable[Reply]]:
@@ -174,13 +169,13 @@ class RankServicer(WorkerServicer):
             "stop_profile": lambda timeout: core.operate(Operation.STOP_PROFILE, timeout or PROFILE_TIMEOUT_S),
         }
         self._model = config.model
-        self._epoch = config.service.epoch
+        self._epoch, self._lora_dir = config.service.epoch, config.adapters.lora_dir
         self._news: dict[str, LeaderNews] = {}
         """What each open stream is told, by its client's id."""
 
     @translated
     async def StartRequest(self, message: pb.StartRequestMessage, context: grpc.aio.ServicerContext) -> pb.Ack:
-        request = request_from_wire(message, self._model.name, self._epoch, self._facts.adapter_names)
+        request = request_from_wire(message, self._model.name, self._epoch)
         if request.params.grammar is not None:
             self._leases.find(request.client_id)
             request.grammar = await compiled(self._core.grammars.begin(request.params.grammar))
@@ -252,15 +247,15 @@ class RankServicer(WorkerServicer):
             numa_nodes=facts.numa_nodes,
             threads=facts.threads,
             experts=await self._experts.read(),
-            adapters=[pb.Adapter(**asdict(adapter)) for adapter in facts.adapters],
+            adapters=map(adapter_to_wire, core.adapters.listed()[1]),
+            lora_dir=self._lora_dir,
         )
 
     @translated
     async def Control(self, message: pb.ControlRequest, context: grpc.aio.ServicerContext) -> pb.Ack:
         """InvalidRequest for an unknown operation or on a follower; DeadlineExceeded when it takes too long; else what
         the engine raises."""
-        if not self._core.is_leader:
-            raise InvalidRequest(f"this is rank {self._facts.rank}, operations go to rank 0", "operation")
+        self._check_leader()
         control = self._controls.get(message.operation)
         if control is None:
             raise InvalidRequest(
@@ -270,9 +265,30 @@ class RankServicer(WorkerServicer):
         return pb.Ack()
 
     @translated
+    async def LoadAdapter(self, message: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterReply:
+        """InvalidRequest on a follower; else what `LiveAdapters.load` raises."""
+        self._check_leader()
+        adapter = adapter_from_wire(message.adapter)
+        await asyncio.to_thread(self._core.adapters.load, adapter, _timeout_s(message.timeout_s))
+        return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()))
+
+    @translated
+    async def UnloadAdapter(
+        self, message: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AdapterReply:
+        """InvalidRequest on a follower; else what `LiveAdapters.unload` raises."""
+        self._check_leader()
+        left = await asyncio.to_thread(self._core.adapters.unload, message.name, _timeout_s(message.timeout_s))
+        return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()), num_requests=left)
+
+    @translated
     async def Inspect(self, message: pb.InspectRequest, context: grpc.aio.ServicerContext) -> pb.InspectReply:
         """InvalidRequest for something that is not known; CheckpointError when the files are gone."""
         return pb.InspectReply(json=json.dumps(await asyncio.to_thread(self._inspect, message.what)))
+
+    def _check_leader(self) -> None:
+        if not self._core.is_leader:
+            raise InvalidRequest(f"this is rank {self._facts.rank}, operations go to rank 0", "operation")
 
     def _step_outputs(self, outputs: list[pb.RequestOutput], told: LeaderNews) -> pb.StepOutputs:
         core = self._core
@@ -288,8 +304,10 @@ class RankServicer(WorkerServicer):
             return LeaderNews()
         log, wants_tokens = core.page_log, page_events == TOKEN_IDS
         if log is None or not page_events:  # a log without pages yet is false
-            return LeaderNews(core.load)
-        return LeaderNews(core.load, PageEventStream(log, self._facts.prompt_lengths, wants_tokens))
+            return LeaderNews(core.load, core.adapters.listed)
+        return LeaderNews(
+            core.load, core.adapters.listed, PageEventStream(log, self._facts.prompt_lengths, wants_tokens)
+        )
 
     def _statistics(self) -> pb.Statistics:
         counted = self._core.statistics()

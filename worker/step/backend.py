@@ -21,7 +21,7 @@ from allspan.worker.program.program import Program, Rows, Slot
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers, StepMetadata
-from allspan.worker.step.model import DeviceModel
+from allspan.worker.step.model import DeviceModel, RankAdapters
 
 HOST = "cpu"
 """The torch device of host memory."""
@@ -84,10 +84,12 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The buffers and the sampling kernels that a backend made for the steps of one engine."""
+    """The buffers and the sampling kernels that a backend made for the steps of one engine, and its adapters."""
 
     inputs: InputBuffers
     sampling: Sampling
+    adapters: RankAdapters | None = None
+    """None: requests take none."""
 
 
 class Executor(Protocol):

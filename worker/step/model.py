@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from allspan.protos.api.adapters import AdapterModule
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.cache.spec import CacheGroup
@@ -65,6 +66,31 @@ class DeviceModel(StepModel, Protocol):
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Records the forward pass of a step that is all padding; later steps in its place are replayed."""
+
+
+class RankAdapters(Protocol):
+    """The adapters that a rank has loaded; `allspan.worker.adapters.registry` has the real ones. Between two steps all
+    ranks do the same."""
+
+    @property
+    def modules(self) -> Mapping[int, AdapterModule]:
+        """They by their digests, in the order in which they were loaded."""
+
+    def read(self, argument: bytes) -> None:
+        """Begins to read one, as the argument of READ_ADAPTER says."""
+
+    def wait(self, timeout: float) -> None:
+        """Waits until this rank has read it, from any thread."""
+
+    def add(self) -> bool:
+        """Takes in what was read, if all ranks have read it; whether they have. Raises, alike on every rank, what the
+        first that could not read it says."""
+
+    def drop(self, adapter: int) -> None:
+        """Forgets the one of this digest, or gives up reading it; an unknown one is passed over."""
+
+    def place(self, slot: int, adapter: int) -> None:
+        """Writes the one of this digest into a slot, behind the steps in flight."""
 
 
 class PageTiers(Protocol):

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
+from allspan.client.cluster.adapters import ClusterAdapters
 from allspan.client.cluster.routing.replica_table import ReplicaTable
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.page_keys import PageShape
@@ -35,6 +36,8 @@ class ReplicaKnowledge:
     def __init__(self, number: int, table: ReplicaTable, page_events: int = KEYS) -> None:
         self.number = number
         self.page_events = page_events
+        self.adapters = ClusterAdapters().of_replica()
+        """What its leader tells of adapters; the router gives all replicas' one cluster."""
         self._table = table
         self._index = table.index
         self._shape = UNTOLD
@@ -64,16 +67,17 @@ class ReplicaKnowledge:
         """True once its leader has told what it has cached."""
         return self._shape is not UNTOLD
 
-    def hear(self, message: pb.StepOutputs, model: str, adapters: tuple[str, ...] = ()) -> bool:
-        """Takes what the leader of a world of this model and these adapters (their names, in the order of the slots)
-        tells. False: page events were missing before these; nothing is known of its pages until it has told all of them
-        again, which it is to be asked for."""
+    def hear(self, message: pb.StepOutputs, model: str) -> bool:
+        """Takes what the leader of a world of this model tells. False: page events were missing before these; nothing
+        is known of its pages until it has told all of them again, which it is to be asked for."""
+        if message.HasField("adapters"):
+            self.adapters.hear(message.adapters)
         if message.HasField("load"):
             self._queued, self._sent = message.load.queued_tokens, 0
             self._table.tell_load(self.number, self._queued)
         is_whole = True
         for events in message.page_events:
-            is_whole &= self._apply(events, model, adapters)
+            is_whole &= self._apply(events, model)
         return is_whole
 
     def sent(self, work: int, keys: Sequence[int]) -> None:
@@ -103,6 +107,7 @@ class ReplicaKnowledge:
     def forget(self) -> None:
         """Its world is over."""
         self.clear()
+        self.adapters.forget()
         self._reshape(UNTOLD)
         self._queued, self._sent = None, 0
         self._table.tell_load(self.number, None)
@@ -111,12 +116,12 @@ class ReplicaKnowledge:
         self._table.reshape(self.number, self._shape, shape)
         self._shape = shape
 
-    def _apply(self, events: pb.PageEvents, model: str, adapters: tuple[str, ...]) -> bool:
+    def _apply(self, events: pb.PageEvents, model: str) -> bool:
         """Returns False where a gap is noticed."""
         if events.cleared:
             self.clear()
             lengths = tuple(events.prompt_lengths)
-            shape = _shape(events.page_tokens, model, events.weights_version, lengths, adapters)
+            shape = _shape(events.page_tokens, model, events.weights_version, lengths)
             self._reshape(shape)
         elif not self.is_told:
             return True  # what follows a gap, until the next snapshot

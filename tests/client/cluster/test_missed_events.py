@@ -39,7 +39,7 @@ async def test_pages_are_asked_for_again_after_page_events_were_missed(monkeypat
         tell(0)
 
     leader.replies["ResendPages"] = answer
-    known = session._router.replicas[0].knowledge
+    known = session.router.replicas[0].knowledge
     tell(0)
     await until(lambda: len(known) == 4)
     tell(2)

@@ -4,71 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from allspan import ClientEngine
-from allspan.client.cluster.requests import ResumePolicy, Session
 from allspan.client.cluster.state import ReplicaState
-from allspan.protos.api.adapters import AdapterModule
-from allspan.protos.api.errors import ConfigError, DeadlineExceeded, QueueFull, Unavailable
+from allspan.protos.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    QueueFull,
+    Unavailable,
+)
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.cluster.cluster_file import ClusterInfo, replica_dir, write_cluster
-from allspan.protos.cluster.tls import NO_TLS, TlsFiles
-from support.fake_transport import FakeRanks, FakeSource, FakeTransport
 from support.fake_worker import FakeCluster
+from support.replicas import Replicas
 from support.waiting import wait_until
 
 LONG = list(range(100, 228))
 """Four blocks."""
-
-
-class Replicas:
-    """Two or more replicas of two ranks."""
-
-    def __init__(self, count: int = 2, policy: ResumePolicy | None = None) -> None:
-        self.ranks = [FakeRanks(2, name=f"r{i}") for i in range(count)]
-        self.sources = [FakeSource(ranks.info()) for ranks in self.ranks]
-        self.session = Session(self.sources, self.connect, policy, call_timeout=0.5)
-
-    def connect(self, address: str, tls: TlsFiles = NO_TLS) -> FakeTransport:
-        return self.ranks[int(address[1])].connect(address)
-
-    async def start(
-        self, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 4, options: RequestOptions | None = None
-    ) -> ResultQueue:
-        params = SamplingParams(max_tokens=max_tokens, seed=7)
-        return await self.session.start(uuid.uuid4().bytes, prompt, params, options)
-
-    async def place(self, prompt: Sequence[int], max_tokens: int = 4, options: RequestOptions | None = None) -> int:
-        """Of the replica that a request goes to."""
-        before = self.counts
-        await self.start(prompt, max_tokens, options)
-        grown = [i for i, count in enumerate(self.counts) if count != before[i]]
-        return grown[-1]
-
-    @property
-    def counts(self) -> list[int]:
-        """Requests that each replica's leader has got in its present epoch."""
-        return [len(ranks[0].requests.get("StartRequest", ())) for ranks in self.ranks]
-
-    def kill(self, replica: int, will_restart: bool = True) -> None:
-        self.ranks[replica][1].break_stream()
-        cause = f"rank 1 (pid 101 on testhost) of replica {replica} was killed"
-        self.sources[replica].info = self.ranks[replica].info("down", cause, will_restart=will_restart)
-
-    def restart(self, replica: int) -> None:
-        self.ranks[replica].revive()
-        self.sources[replica].info = self.ranks[replica].info()
-
-    def step(self) -> None:
-        for ranks in self.ranks:
-            ranks.step()
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +102,7 @@ async def test_neither_salts_nor_requests_without_a_cache_share_beginnings(two: 
     assert await two.place(LONG, options=RequestOptions(cache_salt="a")) == 1 - first
     assert await two.place([*LONG, 1], options=RequestOptions(cache_salt="a")) == 1 - first
     counts = two.counts
-    loads = [replica.own_load() for replica in two.session._router.replicas]
+    loads = [replica.own_load() for replica in two.session.router.replicas]
     least = loads.index(min(loads))
     await two.start(LONG, options=RequestOptions(prefix_cache=False))
     assert two.counts[least] == counts[least] + 1
@@ -152,8 +110,8 @@ async def test_neither_salts_nor_requests_without_a_cache_share_beginnings(two: 
 
 async def test_an_adapter_shares_no_beginnings_with_the_model_or_another(two: Replicas) -> None:
     first = await two.place(LONG)
-    assert await two.place(LONG, options=RequestOptions(adapter="a")) == 1 - first
-    assert await two.place([*LONG, 1], options=RequestOptions(adapter="a")) == 1 - first
+    assert await two.place(LONG, options=RequestOptions(adapter="sql")) == 1 - first
+    assert await two.place([*LONG, 1], options=RequestOptions(adapter="sql")) == 1 - first
 
 
 async def test_a_hit_does_not_outweigh_a_far_greater_load(two: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +136,12 @@ async def test_a_full_replica_is_passed_over(two: Replicas) -> None:
 
 async def test_a_replica_that_is_down_is_skipped_and_used_again_when_it_is_back(two: Replicas) -> None:
     two.kill(0)
-    await until(lambda: len(two.session._router.ready) == 1)
+    await until(lambda: len(two.session.router.ready) == 1)
     assert two.session.down_cause == ""
     for i in range(4):
         assert await two.place([i] * 40) == 1
     two.restart(0)
-    await until(lambda: len(two.session._router.ready) == 2)
+    await until(lambda: len(two.session.router.ready) == 2)
     assert await two.place([9] * 40) == 0
 
 
@@ -198,7 +156,7 @@ async def test_when_all_are_down_each_ones_cause_is_told(two: Replicas) -> None:
 
 
 async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas) -> None:
-    first, second = two.session._router.replicas
+    first, second = two.session.router.replicas
     first.status.move(ReplicaState.LOST, "rank 0 was killed")
     second.status.move(ReplicaState.LOST, "replica 1 is down: six failures")
     assert two.session.down_cause == "replica 0: rank 0 was killed; replica 1 is down: six failures"
@@ -207,7 +165,7 @@ async def test_a_cause_that_names_its_replica_names_it_once(two: Replicas) -> No
 async def test_a_failed_operation_names_its_replica_once(two: Replicas) -> None:
     for replica, cause in enumerate(("busy", "replica 1 is down: six failures")):
         two.ranks[replica][0].replies["Control"] = Unavailable(cause)
-    router = two.session._router
+    router = two.session.router
     _, failures = await router._ask_all(lambda replica, world: world.control("reset_prefix_cache", 1.0))
     assert [str(failure) for failure in failures] == ["replica 0: busy", "replica 1 is down: six failures"]
 
@@ -248,7 +206,7 @@ def drain(two: Replicas, replica: int) -> None:
 
 async def test_a_request_that_draining_replicas_refuse_goes_to_the_one_that_comes_back(two: Replicas) -> None:
     two.kill(0)
-    await until(lambda: len(two.session._router.ready) == 1)
+    await until(lambda: len(two.session.router.ready) == 1)
     drain(two, 1)  # before this client has found the new ranks of replica 0
     starting = [asyncio.create_task(two.start([i] * 8)) for i in range(4)]
     await until(lambda: two.counts[1] >= 4)
@@ -282,7 +240,7 @@ async def test_a_replica_that_says_that_it_drains_is_asked_last(two: Replicas) -
     first = await two.place(LONG)
     two.step()
     two.ranks[first][0].refuse("the server is shutting down")
-    held = two.session._router.replicas[first].status
+    held = two.session.router.replicas[first].status
     await until(lambda: held.state is ReplicaState.HELD)
     before = two.counts[first]
     assert await two.place(LONG) == 1 - first
@@ -298,7 +256,7 @@ async def test_both_dying_in_turn_loses_nothing(two: Replicas) -> None:
         two.kill(place)
         await until(lambda place=place: two.counts[1 - place])  # type: ignore[misc]
         two.restart(place)
-        await until(lambda: len(two.session._router.ready) == 2)
+        await until(lambda: len(two.session.router.ready) == 2)
     two.step()
     assert await tokens_of(queue) == [4, 5, 6, 7, 8]
 
@@ -309,7 +267,7 @@ async def test_one_replica_is_enough_to_attach_and_the_other_joins_later() -> No
     await made.session.attach(5)
     assert await made.place([1]) == 1
     made.sources[0].info = made.ranks[0].info()
-    await until(lambda: len(made.session._router.ready) == 2)
+    await until(lambda: len(made.session.router.ready) == 2)
     await made.session.close()
 
 
@@ -330,19 +288,11 @@ async def test_replicas_of_different_models_are_refused() -> None:
     await made.session.close()
 
 
-async def test_replicas_of_different_adapters_are_refused() -> None:
-    made = Replicas()
-    made.sources[1].info = made.ranks[1].info(adapters=(AdapterModule("sql", "/a"),))
-    with pytest.raises(ConfigError, match=r"replica 1 has adapter_names \('sql',\), replica 0 \(\)"):
-        await made.session.attach(5)
-    await made.session.close()
-
-
 async def test_operations_reach_every_replica_and_forget_what_it_had(two: Replicas) -> None:
     first = await two.place(LONG)
     await two.session.control("reset_prefix_cache", 0.0)
     assert [ranks.calls.count(("Control", 0)) for ranks in two.ranks] == [1, 1]
-    assert all(len(replica.knowledge) == 0 for replica in two.session._router.replicas)
+    assert all(len(replica.knowledge) == 0 for replica in two.session.router.replicas)
     two.ranks[1 - first][0].replies["Control"] = Unavailable("busy")
     with pytest.raises(Unavailable, match=f"replica {1 - first}: busy"):
         await two.session.control("stop_model", 1.0)
@@ -353,7 +303,7 @@ async def test_statistics_are_added_up_with_an_entry_for_each_rank(two: Replicas
     assert [(rank.replica, rank.rank) for rank in found.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert (found.replicas, found.replicas_ready) == (2, 2)
     two.kill(0)
-    await until(lambda: len(two.session._router.ready) == 1)
+    await until(lambda: len(two.session.router.ready) == 1)
     found = await two.session.statistics()
     assert [(rank.replica, rank.rank) for rank in found.ranks] == [(1, 0), (1, 1)]
     assert (found.replicas, found.replicas_ready) == (2, 1)

@@ -12,8 +12,12 @@ import pytest
 from allspan.client.cluster.requests import ResumePolicy
 from allspan.client.cluster.router import Router
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.errors import AllspanError, DeadlineExceeded, QueueFull, Unavailable
-from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.errors import (
+    AllspanError,
+    DeadlineExceeded,
+    QueueFull,
+    Unavailable,
+)
 from allspan.protos.api.results import Output, RequestState
 from allspan.protos.convert import sampling_from_wire
 from support.mortal_cluster import KILLED, MortalCluster, tokens_of, until
@@ -46,14 +50,6 @@ async def test_a_request_before_its_first_token_is_sent_again_whole(cluster: Mor
     for _ in range(4):
         cluster.ranks.step()
     assert await tokens_of(queue) == [4, 5, 6, 7]
-
-
-async def test_a_request_keeps_its_adapter_in_the_next_world(cluster: MortalCluster) -> None:
-    await cluster.start(options=RequestOptions(adapter="sql"))
-    assert cluster.sent[0].adapter == "sql"
-    await cluster.die_and_return()
-    await until(lambda: cluster.sent)
-    assert (cluster.sent[0].epoch, cluster.sent[0].adapter) == (2, "sql")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

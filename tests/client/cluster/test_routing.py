@@ -18,6 +18,7 @@ from allspan.client.cluster.routing.prompt_keys import PromptKeys
 from allspan.client.cluster.routing.rendezvous import heaviest, weight
 from allspan.client.cluster.routing.replica_table import ReplicaTable, numbers_in
 from allspan.protos import worker_pb2 as pb
+from allspan.protos.api.adapters import NO_ADAPTER, AdapterModule
 from allspan.protos.page_keys import PageShape, page_keys, root_key, short_key
 
 KEY = 77
@@ -103,14 +104,15 @@ def test_keys_are_those_that_the_prefix_cache_makes() -> None:
     assert len(list(shape.keys([1] * 40, 5, "", 7))) == 7
 
 
-def test_an_adapters_keys_are_those_of_its_slot_and_of_nothing_else() -> None:
+def test_an_adapters_keys_are_those_of_its_digest_and_of_nothing_else() -> None:
     known = ReplicaKnowledge(0, ReplicaTable(1))
-    known.hear(events(0, []), "tiny", ("sql", "b"))
-    found = {name: next(known.shape.keys([1, 2, 3], 3, "", 9, name)) for name in ("", "sql", "b", "unknown")}
-    by_slot = [short_key(page_keys(root_key("tiny", 1, slot, "", 0, ""), [1, 2], 2)[0]) for slot in (-1, 0, 1)]
-    assert [found[name] for name in ("", "sql", "b")] == by_slot
-    assert len(set(found.values())) == 4
-    assert next(UNTOLD.keys([1] * 32, 32, "", 9, "sql")) != next(UNTOLD.keys([1] * 32, 32, "", 9))
+    known.hear(events(0, []), "tiny")
+    loads = [AdapterModule("sql", "/a").loaded(nonce).digest for nonce in (b"1", b"2")]
+    found = [next(known.shape.keys([1, 2, 3], 3, "", 9, digest)) for digest in (NO_ADAPTER, *loads)]
+    roots = [root_key("tiny", 1, digest, "", 0, "") for digest in (-1, *loads)]
+    assert found == [short_key(page_keys(root, [1, 2], 2)[0]) for root in roots]
+    assert len(set(found)) == 3
+    assert next(UNTOLD.keys([1] * 32, 32, "", 9, loads[0])) != next(UNTOLD.keys([1] * 32, 32, "", 9))
 
 
 def test_load_is_what_was_told_and_what_was_sent_since() -> None:

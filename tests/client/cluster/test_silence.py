@@ -101,7 +101,7 @@ async def test_requests_go_on_at_a_replica_that_speaks_and_no_token_is_lost_or_d
     first = await two.start()
     two.ranks[0].step()
     two.ranks[0][1].silent = True
-    await until(lambda: len(two.session._router.ready) == 1)
+    await until(lambda: len(two.session.router.ready) == 1)
     assert two.session.down_cause == ""
     await until(lambda: two.ranks[1][0].requests.get("StartRequest"))
     (moved,) = two.ranks[1][0].requests["StartRequest"]

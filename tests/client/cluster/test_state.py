@@ -98,7 +98,7 @@ class Walk:
 
     def check(self) -> None:
         session = self.cluster.session
-        (replica,) = session._router.replicas
+        (replica,) = session.router.replicas
         assert bool(session.unready_cause) is (replica.status.state is not ReplicaState.READY)
         assert bool(session.down_cause) is not replica.status.state.takes_requests
         assert (replica.world is not None) is replica.status.state.has_world
@@ -106,7 +106,7 @@ class Walk:
     async def end(self) -> None:
         """Whatever has happened, a world that starts is found, and closing is final."""
         self.cluster.restart()
-        (replica,) = self.cluster.session._router.replicas
+        (replica,) = self.cluster.session.router.replicas
         while (world := replica.world) is None or world.info.epoch != self.cluster.ranks.epoch:
             await asyncio.sleep(0.001)
         await self.cluster.session.close()
@@ -150,7 +150,7 @@ async def test_a_replica_that_nothing_describes_is_stopped_and_found_when_it_is_
     monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
     cluster = MortalCluster()
     await cluster.session.attach(5)
-    (replica,) = cluster.session._router.replicas
+    (replica,) = cluster.session.router.replicas
     cluster.ranks[1].break_stream("Socket closed")
     await asyncio.wait_for(replica.status.until_not(ReplicaState.READY), 1)
     assert replica.status.state is ReplicaState.LOST
@@ -161,7 +161,7 @@ async def test_a_replica_that_nothing_describes_is_stopped_and_found_when_it_is_
     cluster.source.info = None
     await asyncio.wait_for(replica.status.until_not(ReplicaState.DOWN), 1)
     assert replica.status.state is ReplicaState.STOPPED
-    assert not cluster.session._router.may_return
+    assert not cluster.session.router.may_return
     cluster.restart()
     while replica.status.state is not ReplicaState.READY:
         await asyncio.sleep(0.001)

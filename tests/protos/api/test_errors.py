@@ -19,7 +19,11 @@ from allspan.protos.api.errors import (
 
 def classes() -> list[type[AllspanError]]:
     """The tree's own; the gateway has one more, for HTTP alone."""
-    found = [*AllspanError.__subclasses__(), *errors.ModelNotFound.__subclasses__()]
+    found: list[type[AllspanError]] = []
+    level = AllspanError.__subclasses__()
+    while level:
+        found += level
+        level = [cls for above in level for cls in above.__subclasses__()]
     return [cls for cls in found if cls.__module__ == errors.__name__]
 
 
@@ -68,6 +72,10 @@ def test_every_error_has_the_number_that_dashinfers_users_know() -> None:
         "InvalidRequest": 2,
         "ModelNotFound": 2,
         "AdapterNotFound": 23,
+        "AdapterRank": 22,
+        "AdapterLoaded": 24,
+        "TooManyAdapters": 21,
+        "AdapterInUse": 25,
         "CheckpointError": 3,
         "ConfigError": 2,
         "QueueFull": 7,

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from allspan.protos.api.adapters import AdapterModule, adapter_slot
+from allspan.protos.api.adapters import NO_ADAPTER, AdapterModule, find_adapter
 from allspan.protos.api.errors import ERRORS, AdapterNotFound, ConfigError, ModelNotFound, StatusCode, from_code
-from allspan.protos.config.adapters import FILES, checked_adapters, parse_modules, split_modules
+from allspan.protos.config.adapters import (
+    FILES,
+    checked_adapters,
+    most_adapters,
+    most_slots,
+    parse_modules,
+    split_modules,
+)
 from allspan.protos.config.settings import AdapterConfig
 
 
@@ -58,10 +65,28 @@ def test_what_cannot_be_served_is_refused_in_one_line(entries: list[str], words:
     assert caught.value.message.isprintable()
 
 
-def test_enabling_adapters_without_naming_any_is_refused() -> None:
-    with pytest.raises(ConfigError, match="enable_lora is given without lora_modules"):
-        parse_modules(AdapterConfig(enable_lora=True))
-    assert parse_modules(AdapterConfig(("a=/x",), enable_lora=True))
+@pytest.mark.parametrize(
+    ("config", "slots", "most"),
+    [
+        (AdapterConfig(), 0, 0),
+        (AdapterConfig(("a=/x", "b=/y")), 2, 2),
+        (AdapterConfig(("a=/x", "b=/y"), max_loras=1), 1, 2),
+        (AdapterConfig(enable_lora=True), 8, 8),
+        (AdapterConfig(lora_dir="/adapters", max_cpu_loras=50), 8, 50),
+        (AdapterConfig(max_cpu_loras=3), 3, 3),
+        (AdapterConfig(max_loras=20), 20, 20),
+    ],
+)
+def test_room_for_adapters_is_what_is_named_or_asked_for(config: AdapterConfig, slots: int, most: int) -> None:
+    parse_modules(config)
+    assert (most_slots(config), most_adapters(config)) == (slots, most)
+
+
+def test_room_that_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_cpu_loras is 2, must be at least max_loras \(4\)"):
+        parse_modules(AdapterConfig(max_loras=4, max_cpu_loras=2))
+    with pytest.raises(ConfigError, match="names 2 adapters, at most 1"):
+        parse_modules(AdapterConfig(("a=/x", "b=/y"), max_loras=1, max_cpu_loras=1))
 
 
 def test_folders_are_checked_and_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +105,21 @@ def test_folders_are_checked_and_become_absolute(tmp_path: Path, monkeypatch: py
     assert checked.max_lora_rank == 32
 
 
-def test_a_slot_is_the_place_in_the_list_and_an_unknown_name_is_not_found() -> None:
-    assert [adapter_slot(name, ["a", "b"]) for name in ("", "a", "b")] == [-1, 0, 1]
+def test_a_name_means_the_last_load_of_an_adapter_and_an_unknown_one_is_not_found() -> None:
+    served = [AdapterModule("a", "/x").loaded(), AdapterModule("b", "/y").loaded(b"once more")]
+    assert [find_adapter(name, served) for name in ("", "a", "b")] == [NO_ADAPTER, served[0].digest, served[1].digest]
     with pytest.raises(AdapterNotFound, match="'c', which is not served here; the adapters are 'a', 'b'"):
-        adapter_slot("c", ["a", "b"])
+        find_adapter("c", served)
     with pytest.raises(ModelNotFound, match="no adapters are served") as caught:
-        adapter_slot("c", [])
+        find_adapter("c", [])
     assert caught.value.status == StatusCode.LORA_NOT_FOUND
     assert ERRORS[caught.value.code].http == 404
     assert type(from_code(caught.value.code, "")) is AdapterNotFound
+
+
+def test_each_load_has_a_digest_of_its_own_but_those_of_a_start_are_alike_everywhere() -> None:
+    module = AdapterModule("a", "/x")
+    assert module.loaded() == module.loaded()
+    digests = {module.loaded(nonce).digest for nonce in (b"", b"1", b"2")} | {AdapterModule("a", "/y").loaded().digest}
+    assert len(digests) == 4
+    assert all(0 <= digest < 2**48 for digest in digests)

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from allspan import Engine, SamplingParams
 from allspan.protos.api.errors import AdapterNotFound, ConfigError
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.models.holding import Holding
-from support.peft_adapters import merged, save_adapter
+from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 
 NAMES = ("", "one", "two")
@@ -35,17 +34,7 @@ class Adapted:
         return Engine(self.folder / "base", lora_modules=modules, max_model_len=64, threads=1, page_size=16, **settings)
 
     def tokens(self, name: str, ids: list[int]) -> tuple[int, ...]:
-        """Those of transformers."""
-        prompts = torch.tensor([ids])
-        made = self.models[name].generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=COUNT,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return tuple(made[0, len(ids) :].tolist())
+        return greedy_tokens(self.models[name], ids, COUNT)
 
 
 @pytest.fixture(scope="module")

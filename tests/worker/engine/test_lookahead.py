@@ -195,7 +195,7 @@ def test_an_operation_waits_until_no_step_is_in_flight() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)
     done: list[Operation] = []
-    core.operations.on_operation = done.append
+    core.operations.on_operation = lambda operation, argument: done.append(operation)
     one = request(1, [4, 4, 4], max_tokens=20, ignore_eos=True)
     core.submit(one)
     for _ in range(5):

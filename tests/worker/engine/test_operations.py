@@ -41,7 +41,7 @@ def test_every_rank_is_told_once_and_the_caller_waits_for_its_own():
     cores = two_ranks()
     told = [[], []]
     for core, seen in zip(cores, told, strict=True):
-        core.operations.on_operation = seen.append
+        core.operations.on_operation = lambda operation, argument, seen=seen: seen.append(operation)
     with running(*cores):
         cores[0].operate(Operation.START_PROFILE, 10)
         assert told[0] == [Operation.START_PROFILE]
@@ -64,7 +64,7 @@ def test_operations_come_between_the_steps_of_what_runs():
 def test_what_an_operation_raised_is_told_to_its_caller_and_the_loop_goes_on():
     cores = two_ranks()
 
-    def fails(operation):
+    def fails(operation, argument):
         raise CheckpointError("the file is gone")
 
     for core in cores:
@@ -77,7 +77,7 @@ def test_what_an_operation_raised_is_told_to_its_caller_and_the_loop_goes_on():
         with pytest.raises(Unavailable, match="unloaded"):
             cores[0].start_model()
         for core in cores:
-            core.operations.on_operation = lambda operation: None
+            core.operations.on_operation = lambda operation, argument: None
         cores[0].operate(Operation.RELOAD_WEIGHTS, 10)
         assert cores[0].operations.weights_loaded
         cores[0].start_model()
@@ -116,7 +116,7 @@ def test_other_weights_void_what_the_cache_held():
 def test_an_operation_that_does_not_come_to_its_turn_is_taken_back():
     core, _ = fake_core(64)
     told = []
-    core.operations.on_operation = told.append
+    core.operations.on_operation = lambda operation, argument: told.append(operation)
     with pytest.raises(DeadlineExceeded, match="start_profile"):
         core.operate(Operation.START_PROFILE, 0.01)
     assert not core.step()
@@ -125,7 +125,7 @@ def test_an_operation_that_does_not_come_to_its_turn_is_taken_back():
 
 def test_an_engine_that_ends_tells_who_waits():
     core, _ = fake_core(64)
-    core.operations.on_operation = lambda operation: core.shutdown()
+    core.operations.on_operation = lambda operation, argument: core.shutdown()
     with running(core):
         core.operate(Operation.START_PROFILE, 10)
         with pytest.raises(Unavailable, match="shutting down"):

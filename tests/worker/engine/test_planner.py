@@ -67,7 +67,7 @@ def test_an_operation_is_done_when_its_step_is_finished() -> None:
     plan = leader.planner.plan()
     assert plan is not None
     assert (plan.operation, pending.is_planned, pending.is_done) == (Operation.START_PROFILE, True, False)
-    leader.operations.carry_out(plan.operation, leader.planner.invalidate)
+    leader.operations.carry_out(plan, leader.planner.invalidate)
     leader.planner.finish(StepResult(plan.step, {}))
     assert pending.is_done
     assert not leader.planner.has_work

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from allspan.protos import worker_pb2 as pb
-from allspan.protos.api.errors import ConfigError, InternalError, QueueFull, Unavailable
+from allspan.protos.api.errors import ConfigError, InternalError, QueueFull, TooManyAdapters, Unavailable
 from allspan.protos.api.results import Output, RequestTimings, TokenLogprob
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.convert import output_from_wire
@@ -148,12 +148,6 @@ async def test_a_client_may_come_back_after_its_stream_ended(leader: Rank, clien
         ({"sampling": b"[" * 100_000}, "INVALID_ARGUMENT", "sampling", "not a JSON object"),
         ({"sampling": b'{"beams":4}'}, "INVALID_ARGUMENT", "sampling", "fields of SamplingParams"),
         ({"sampling": b'{"grammar":["regex"]}'}, "INVALID_ARGUMENT", "grammar", "its kind and its text"),
-        (
-            {"adapter": "lora"},
-            "NOT_FOUND",
-            None,
-            "adapter is 'lora', which is not served here; the adapters are 'sql', 'b'",
-        ),
         ({"adapter": "a" * 129}, "INVALID_ARGUMENT", "adapter", "129 characters"),
     ],
 )
@@ -169,13 +163,30 @@ async def test_a_bad_request_is_refused_by_name(
     await client.stub.StartRequest(start_message())
 
 
-async def test_an_adapters_name_becomes_its_slot(leader: Rank, client: Client) -> None:
+async def test_a_request_has_its_adapters_name_and_digest(leader: Rank, client: Client) -> None:
     await client.subscribe()
-    for name, request_id in (("b", ID), ("", OTHER_ID)):
-        await client.stub.StartRequest(start_message(adapter=name, request_id=request_id))
-    assert [(each.adapter, each.options.adapter) for each in leader.core.submitted] == [(1, "b"), (-1, "")]
+    for name, digest, request_id in (("b", 9, ID), ("", 0, OTHER_ID)):
+        await client.stub.StartRequest(start_message(adapter=name, adapter_digest=digest, request_id=request_id))
+    assert [(each.adapter, each.options.adapter) for each in leader.core.submitted] == [(9, "b"), (-1, "")]
     told = (await client.stub.Status(pb.StatusRequest())).adapters
-    assert [(each.name, each.path, each.base_model_name) for each in told] == [("sql", "/a", ""), ("b", "/c", "tiny")]
+    found = [(each.name, each.path, each.base_model_name, each.digest) for each in told]
+    assert found == [("sql", "/a", "", 8), ("b", "/c", "tiny", 9)]
+
+
+async def test_adapters_come_and_go_by_calls_to_the_leader(leader: Rank, follower: Rank, client: Client) -> None:
+    first = await client.subscribe()
+    assert [each.name for each in first.adapters.adapters] == ["sql", "b"]
+    load = pb.LoadAdapterRequest(adapter=pb.Adapter(name="law", path="/law", digest=5), timeout_s=9)
+    told = (await client.stub.LoadAdapter(load)).adapters
+    assert [(each.name, each.digest) for each in told.adapters] == [("sql", 8), ("b", 9), ("law", 5)]
+    leader.core.adapters.num_requests = 3
+    reply = await client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql", timeout_s=4))
+    assert ([each.name for each in reply.adapters.adapters], reply.num_requests) == (["b", "law"], 3)
+    assert reply.adapters.version > told.version > first.adapters.version
+    assert leader.core.calls == ["load law 9", "unload sql 4"]
+    leader.core.adapters.rejection = TooManyAdapters("2 adapters are loaded")
+    code, _, trailing = await refused(client.stub.LoadAdapter(load))
+    assert (code, trailing["allspan-code"]) == ("RESOURCE_EXHAUSTED", "too_many_adapters")
 
 
 async def test_a_message_that_is_no_protobuf_harms_nobody(leader: Rank, client: Client) -> None:

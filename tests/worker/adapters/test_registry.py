@@ -1,0 +1,137 @@
+"""Two ranks load adapters: both have one or neither, and what one cannot read both say alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from allspan.protos.api.adapters import AdapterModule
+from allspan.protos.api.errors import AdapterRank, AllspanError, CheckpointError, InternalError, InvalidRequest
+from allspan.worker.adapters.registry import AdapterRegistry, load_argument
+from support.threads import ThreadWorld
+from support.waiting import wait_until
+
+MODULE = AdapterModule("sql", "/adapters/sql", digest=77)
+
+
+class Slots:
+    """Slots of no size: `failure` is what reading raises, `may_end` lets it end."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.written: list[int] = []
+        self.given_up = False
+
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
+        assert path == Path(MODULE.path)
+        assert self.may_end.wait(10)
+        self.given_up = not goes_on()
+        if self.failure is not None:
+            raise self.failure
+        return {}
+
+    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+        self.written.append(slot)
+
+
+class World:
+    def __init__(self, keeps_copies: bool = True) -> None:
+        collectives = ThreadWorld(2).collectives
+        self.slots = [Slots(), Slots()]
+        self.ranks = [
+            AdapterRegistry(slots, each, "", keeps_copies) for slots, each in zip(self.slots, collectives, strict=True)
+        ]
+
+    def read(self, slot: int = 0) -> None:
+        for rank, slots in zip(self.ranks, self.slots, strict=True):
+            rank.read(load_argument(MODULE, slot))
+            if slots.may_end.is_set():
+                rank.wait(10)
+
+    def add(self) -> list[bool | AllspanError]:
+        """What `add` returns or raises on each rank."""
+
+        def one(rank: AdapterRegistry) -> bool | AllspanError:
+            try:
+                return rank.add()
+            except AllspanError as error:
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, self.ranks))
+
+    def known(self) -> list[list[int]]:
+        return [list(rank.modules) for rank in self.ranks]
+
+
+def test_all_ranks_have_an_adapter_at_once_when_the_slowest_has_read_it() -> None:
+    world = World()
+    world.slots[1].may_end.clear()
+    world.read(slot=1)
+    assert (world.add(), world.known()) == ([False, False], [[], []])
+    world.slots[1].may_end.set()
+    world.ranks[1].wait(10)
+    assert (world.add(), world.known()) == ([True, True], [[77], [77]])
+    assert [slots.written for slots in world.slots] == [[1], [1]]
+    for rank in world.ranks:
+        rank.place(0, 77)
+    assert [slots.written for slots in world.slots] == [[1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (CheckpointError("/adapters/sql: is missing"), InvalidRequest, "/adapters/sql: is missing"),
+        (OSError(5, "Input/output error"), InvalidRequest, "Input/output error"),
+        (AdapterRank("the adapter has rank 9"), AdapterRank, "the adapter has rank 9"),
+        (RuntimeError("no memory"), InternalError, "RuntimeError: no memory"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_adapter_that_one_rank_cannot_read_is_refused_on_all_with_its_reason(
+    failure: Exception, kind: type[AllspanError], words: str
+) -> None:
+    world = World()
+    world.slots[1].failure = failure
+    world.read()
+    told = world.add()
+    assert [type(each) for each in told] == [kind, kind]
+    assert str(told[0]) == str(told[1])
+    assert "the adapter 'sql' cannot be loaded: rank 1: " in str(told[0])
+    assert words in str(told[0])
+    assert (world.known(), [slots.written for slots in world.slots]) == ([[], []], [[], []])
+    world.slots[1].failure = None
+    world.read()
+    assert (world.add(), world.known()) == ([True, True], [[77], [77]])
+
+
+def test_reading_that_is_given_up_ends_early_and_leaves_nothing() -> None:
+    world = World()
+    for slots in world.slots:
+        slots.may_end.clear()
+    world.read()
+    for rank in world.ranks:
+        rank.drop(77)
+    for slots in world.slots:
+        slots.may_end.set()
+    wait_until(lambda: all(slots.given_up for slots in world.slots), what="the end of reading")
+    assert [type(each) for each in world.add()] == [InternalError, InternalError]
+    assert world.known() == [[], []]
+
+
+def test_an_adapter_with_a_slot_for_good_takes_no_host_memory_beside_it() -> None:
+    world = World(keeps_copies=False)
+    world.read()
+    world.add()
+    with pytest.raises(InternalError, match="which this rank does not have"):
+        world.ranks[0].place(1, 77)
+    world.ranks[0].drop(77)
+    world.ranks[0].drop(77)
+    assert world.known() == [[], [77]]

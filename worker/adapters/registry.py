@@ -1,0 +1,157 @@
+"""AdapterRegistry: the adapters that a rank has loaded, those in slots and those in host memory alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from allspan.protos.api.adapters import AdapterModule
+from allspan.protos.api.errors import AllspanError, CheckpointError, InternalError, InvalidRequest, from_code
+from allspan.worker.adapters.allowed_paths import resolved_folder
+from allspan.worker.parallel.agree import exchange
+from allspan.worker.parallel.base import Collectives
+
+logger = logging.getLogger(__name__)
+
+Staged = Mapping[str, Tensor]
+"""An adapter in host memory: what a slot of each tensor is to hold."""
+_WAITS = "waits"
+
+
+class SlotStore(Protocol):
+    """The slots on the device; `allspan.worker.adapters.slots` has the real ones."""
+
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> Staged:
+        """Reads a folder, beside steps; gives up once `goes_on` says no. Raises CheckpointError."""
+
+    def write(self, slot: int, staged: Staged) -> None:
+        """Writes an adapter into a slot that no step in flight reads, or in order behind such steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """An adapter that is being read."""
+
+    module: AdapterModule
+    slot: int
+    task: Future[Staged]
+    dropped: threading.Event
+
+
+def drop_argument(adapter: int) -> bytes:
+    """Returns the argument of DROP_ADAPTER."""
+    return adapter.to_bytes(8, "little")
+
+
+def load_argument(module: AdapterModule, slot: int) -> bytes:
+    """Returns the argument of READ_ADAPTER. `slot`: where it goes, -1: to host memory until a request needs it."""
+    return json.dumps({"slot": slot, **asdict(module)}).encode()
+
+
+class AdapterRegistry:
+    """Every rank's step loop calls `read`, `add`, `drop` and `place` at the same step, between two of them.
+
+    A thread reads, checks and packs an adapter; `add` takes it in at one step, once all ranks have read theirs, or none
+    does. So no step waits for a file, and all ranks have an adapter or none.
+    """
+
+    def __init__(self, slots: SlotStore, collectives: Collectives, lora_dir: str, keeps_copies: bool) -> None:
+        """`keeps_copies`: adapters in slots stay in host memory, too, since another one may need their slot."""
+        self.modules: dict[int, AdapterModule] = {}
+        """The adapters by their digests, in the order in which they were loaded."""
+        self._slots, self._collectives = slots, collectives
+        self._lora_dir, self._keeps_copies = lora_dir, keeps_copies
+        self._copies: dict[int, Staged] = {}
+        self._reading: _Reading | None = None
+        self._reader = ThreadPoolExecutor(1, "adapters")
+
+    def take(self, module: AdapterModule, slot: int, staged: Staged) -> None:
+        """Takes an adapter in, which has its digest."""
+        if slot >= 0:
+            self._slots.write(slot, staged)
+        if slot < 0 or self._keeps_copies:
+            self._copies[module.digest] = staged
+        self.modules[module.digest] = module
+
+    def read(self, argument: bytes) -> None:
+        """Begins to read an adapter; one whose reading has not ended is given up."""
+        self._give_up()
+        values = json.loads(argument)
+        slot, dropped = values.pop("slot"), threading.Event()
+        module = AdapterModule(**values)
+        task = self._reader.submit(self._stage, module, dropped)
+        self._reading = _Reading(module, slot, task, dropped)
+
+    def wait(self, timeout: float) -> None:
+        """Waits until this rank has read it, from any thread."""
+        if (reading := self._reading) is not None:
+            futures.wait([reading.task], timeout)
+
+    def add(self) -> bool:
+        """Takes in what was read, if all ranks have read it; whether they have. Raises, alike on every rank, what the
+        first that could not read it says."""
+        reading = self._reading
+        if reading is None:
+            raise InternalError("no adapter is being read")
+        told = exchange(_state_of(reading.task), self._collectives)
+        for rank, state in enumerate(told):
+            code, _, message = state.partition("\n")
+            if code and code != _WAITS:
+                self._give_up()
+                where = "" if len(told) == 1 else f"rank {rank}: "
+                raise from_code(code, f"the adapter {reading.module.name!r} cannot be loaded: {where}{message}")
+        if _WAITS in told:
+            return False
+        self._reading = None
+        self.take(reading.module, reading.slot, reading.task.result())
+        return True
+
+    def drop(self, adapter: int) -> None:
+        """Forgets an adapter that no request has, or gives up reading it; an unknown one is passed over."""
+        self.modules.pop(adapter, None)
+        self._copies.pop(adapter, None)
+        if self._reading is not None and self._reading.module.digest == adapter:
+            self._give_up()
+
+    def place(self, slot: int, adapter: int) -> None:
+        """Writes an adapter from host memory into a slot."""
+        if (staged := self._copies.get(adapter)) is None:
+            raise InternalError(f"the plan places adapter {adapter:#x}, which this rank does not have")
+        self._slots.write(slot, staged)
+
+    def _give_up(self) -> None:
+        if self._reading is not None:
+            self._reading.dropped.set()
+            self._reading.task.cancel()
+        self._reading = None
+
+    def _stage(self, module: AdapterModule, dropped: threading.Event) -> Staged:
+        with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        return self._slots.stage(resolved_folder(module.path, self._lora_dir), lambda: not dropped.is_set())
+
+
+def _state_of(task: Future[Staged]) -> str:
+    """What this rank tells the others: "" once it has read the adapter."""
+    if not task.done():
+        return _WAITS
+    error = task.exception()
+    if error is None:
+        return ""
+    if type(error) is CheckpointError or isinstance(error, OSError):  # of the caller's folder
+        return f"{InvalidRequest.code}\n{error}"
+    if isinstance(error, AllspanError):
+        return f"{error.code}\n{error.message}"
+    logger.error("an adapter cannot be read", exc_info=error)
+    return f"{InternalError.code}\n{type(error).__name__}: {error}"

@@ -1,0 +1,172 @@
+"""LiveAdapters: adapters come and go while the model serves, on every rank at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from allspan.protos.api.adapters import AdapterModule, unknown_adapter
+from allspan.protos.api.errors import (
+    AdapterInUse,
+    AdapterLoaded,
+    AllspanError,
+    DeadlineExceeded,
+    InvalidRequest,
+    TooManyAdapters,
+)
+from allspan.protos.config.adapters import most_adapters, name_problem, plain_name
+from allspan.protos.config.settings import WorkerConfig
+from allspan.worker.adapters.registry import drop_argument, load_argument
+from allspan.worker.engine.operations import Operations
+from allspan.worker.scheduler.adapter_table import AdapterTable
+from allspan.worker.scheduler.plan import Operation
+from allspan.worker.step.model import RankAdapters
+
+DROP_S = 10.0
+"""Wait for all ranks to forget an adapter that could not be loaded."""
+POLL_S = 0.005
+"""Between two looks at whether all ranks have read an adapter."""
+
+
+class Operate(Protocol):
+    """`EngineCore.operate`."""
+
+    def __call__(self, operation: Operation, timeout: float, argument: bytes = b"") -> None: ...
+
+
+class LiveAdapters:
+    """Callers use `load` and `unload` of the leader's, from any thread; `actions` are what every rank's step loop does
+    at these operations of a plan."""
+
+    def __init__(
+        self,
+        registry: RankAdapters | None,
+        table: AdapterTable,
+        operations: Operations,
+        operate: Operate,
+        changed: threading.Condition,
+        config: WorkerConfig,
+    ) -> None:
+        """`registry` None: requests take no adapters. `table`: the leader's scheduler's, under the lock `changed`."""
+        self._registry, self._table = registry, table
+        self._operations, self._operate, self._changed = operations, operate, changed
+        self._most, self._model = most_adapters(config.adapters), config.model.name
+        self._one_call = threading.Lock()
+        self.version = 0
+        """Rises with each change of what is listed."""
+        self.actions: dict[Operation, Callable[[bytes], None]] = {}
+        if registry is not None:
+            self.actions = {
+                Operation.READ_ADAPTER: registry.read,
+                Operation.ADD_ADAPTER: self._add,
+                Operation.DROP_ADAPTER: self._drop,
+            }
+            for adapter in registry.modules:
+                table.add(adapter)
+
+    def listed(self) -> tuple[int, tuple[AdapterModule, ...]]:
+        """Returns the version and the adapters that take requests, in the order in which they were loaded. Takes no
+        lock: between two changes that come at once it may have the newer one."""
+        version, known = self.version, self._registry.modules if self._registry is not None else {}
+        return version, tuple(each for each in tuple(known.values()) if self._table.takes_requests(each.digest))
+
+    def load(self, module: AdapterModule, timeout: float) -> None:
+        """Has all ranks load an adapter, which has its digest, and returns once requests may take it; one that is
+        there is left alone. Raises InvalidRequest, AdapterLoaded for the name of another one, TooManyAdapters,
+        AdapterInUse, PermissionDenied, AdapterRank, and DeadlineExceeded after `timeout` seconds: then no rank has it.
+        """
+        deadline = time.monotonic() + timeout
+
+        def left() -> float:
+            if (seconds := deadline - time.monotonic()) <= 0:
+                raise DeadlineExceeded(f"not all ranks have read the adapter {module.name!r} within {timeout:g} s")
+            return seconds
+
+        if self._registry is None:
+            raise InvalidRequest(
+                "there is no room for adapters: start with --enable-lora, --lora-dir or --max-loras", "lora_name"
+            )
+        if not self._one_call.acquire(timeout=left()):
+            raise DeadlineExceeded(f"another adapter was being loaded for {timeout:g} s; call again")
+        try:
+            with self._changed:
+                if self._is_there(module):
+                    return
+                slot = self._table.add(module.digest, is_loading=True)
+            try:
+                self._operate(Operation.READ_ADAPTER, left(), load_argument(module, slot))
+                while not self._table.takes_requests(module.digest):
+                    self._registry.wait(left())
+                    self._operate(Operation.ADD_ADAPTER, left())
+                    if not self._table.takes_requests(module.digest):  # another rank is not as far
+                        time.sleep(min(POLL_S, left()))
+            except AllspanError:
+                with contextlib.suppress(AllspanError):
+                    self._drop_unused(module.digest, DROP_S)
+                raise
+        finally:
+            self._one_call.release()
+
+    def unload(self, name: str, timeout: float) -> int:
+        """Refuses new requests for an adapter at once, and returns the number of those that still have it: its place
+        is free once they have ended. Without any it is free on return, or DeadlineExceeded is raised after `timeout`
+        seconds. Raises AdapterNotFound."""
+        with self._changed:
+            _, listed = self.listed()
+            found = next((each for each in listed if plain_name(each.name) == plain_name(name)), None)
+            if found is None:
+                raise unknown_adapter(name, [each.name for each in listed])
+            self.version += 1
+            if num_requests := self._table.close(found.digest):
+                return num_requests
+            self._table.take_unused()  # this one, which is seen to here
+        self._drop_unused(found.digest, timeout)
+        return 0
+
+    def _drop_unused(self, adapter: int, timeout: float) -> None:
+        """Has all ranks forget it, however long that takes; raises as `Operations.wait`."""
+        self._operations.wait(self._operations.add(Operation.DROP_ADAPTER, drop_argument(adapter)), timeout)
+
+    def _is_there(self, module: AdapterModule) -> bool:
+        """Whether it is loaded already. Raises what `load` does for one that cannot be."""
+        _, listed = self.listed()
+        for each in listed:
+            if each.digest == module.digest:
+                return True
+            if plain_name(each.name) == plain_name(module.name):
+                raise AdapterLoaded(
+                    f"an adapter {each.name!r} is loaded already: unload it first, or choose another name"
+                )
+        if problem := name_problem(module.name, (self._model,)):
+            raise InvalidRequest(f"lora_name is {problem}", "lora_name")
+        if len(self._table) >= self._most:
+            if waiting := len(self._table) - len(listed):
+                raise AdapterInUse(
+                    f"{len(listed)} adapters are loaded and {waiting} that were unloaded still have requests, at most "
+                    f"{self._most} (--max-cpu-loras): try again when these have ended"
+                )
+            raise TooManyAdapters(
+                f"{len(listed)} adapters are loaded, at most {self._most} (--max-cpu-loras): unload one, or raise it"
+            )
+        return False
+
+    def _add(self, argument: bytes) -> None:
+        assert self._registry is not None  # these actions are there with it alone
+        if self._registry.add():
+            with self._changed:
+                self._open_newest(self._registry)
+
+    def _open_newest(self, registry: RankAdapters) -> None:
+        self._table.open(tuple(registry.modules)[-1])
+        self.version += 1
+
+    def _drop(self, argument: bytes) -> None:
+        assert self._registry is not None
+        adapter = int.from_bytes(argument, "little")
+        self._registry.drop(adapter)
+        with self._changed:
+            self._table.remove(adapter)
+            self.version += 1
