@@ -31,9 +31,10 @@ class InferenceStub(object):
     Statuses. The message names the field, its value and the limit, in one line.
     INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
     UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
-    NOT_FOUND            a model that is not served here
-    ALREADY_EXISTS       a request_id that a running request of the same caller has
-    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    PERMISSION_DENIED    LoadLora and UnloadLora without the admin key, and a folder that is not below --lora-dir
+    NOT_FOUND            a model or an adapter that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has, an adapter that is loaded
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read; too many adapters
     DEADLINE_EXCEEDED    the call's deadline, or timeout_s
     CANCELLED            by the client, or by Abort
     UNAVAILABLE          ranks that are down, and why; a server that shuts down
@@ -82,6 +83,21 @@ class InferenceStub(object):
                 request_serializer=allspan_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=allspan_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/allspan.v1.Inference/LoadLora',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/allspan.v1.Inference/UnloadLora',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/allspan.v1.Inference/ListLoras',
+                request_serializer=allspan_dot_protos_dot_inference__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=allspan_dot_protos_dot_inference__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
         self.ServerInfo = channel.unary_unary(
                 '/allspan.v1.Inference/ServerInfo',
                 request_serializer=allspan_dot_protos_dot_inference__pb2.ServerInfoRequest.SerializeToString,
@@ -100,9 +116,10 @@ class InferenceServicer(object):
     Statuses. The message names the field, its value and the limit, in one line.
     INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
     UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
-    NOT_FOUND            a model that is not served here
-    ALREADY_EXISTS       a request_id that a running request of the same caller has
-    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    PERMISSION_DENIED    LoadLora and UnloadLora without the admin key, and a folder that is not below --lora-dir
+    NOT_FOUND            a model or an adapter that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has, an adapter that is loaded
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read; too many adapters
     DEADLINE_EXCEEDED    the call's deadline, or timeout_s
     CANCELLED            by the client, or by Abort
     UNAVAILABLE          ranks that are down, and why; a server that shuts down
@@ -157,6 +174,28 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Loads a LoRA adapter from a folder below the server's --lora-dir, for the admin key alone. Requests may take it once
+        this is answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Refuses new requests for an adapter at once; those that run with it finish. For the admin key alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """The adapters that requests may name as their model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ServerInfo(self, request, context):
         """What runs here, whether it is ready, and what a request may ask for.
         """
@@ -205,6 +244,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=allspan_dot_protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=allspan_dot_protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.LoadLoraRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=allspan_dot_protos_dot_inference__pb2.ListLorasRequest.FromString,
+                    response_serializer=allspan_dot_protos_dot_inference__pb2.ListLorasResponse.SerializeToString,
+            ),
             'ServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerInfo,
                     request_deserializer=allspan_dot_protos_dot_inference__pb2.ServerInfoRequest.FromString,
@@ -229,9 +283,10 @@ class Inference(object):
     Statuses. The message names the field, its value and the limit, in one line.
     INVALID_ARGUMENT     a field that does not fit, or bytes that are no such message
     UNAUTHENTICATED      no API key, or a wrong one (metadata `authorization: Bearer KEY`)
-    NOT_FOUND            a model that is not served here
-    ALREADY_EXISTS       a request_id that a running request of the same caller has
-    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read
+    PERMISSION_DENIED    LoadLora and UnloadLora without the admin key, and a folder that is not below --lora-dir
+    NOT_FOUND            a model or an adapter that is not served here
+    ALREADY_EXISTS       a request_id that a running request of the same caller has, an adapter that is loaded
+    RESOURCE_EXHAUSTED   a full queue, a message or metadata above the limit, a stream that is not read; too many adapters
     DEADLINE_EXCEEDED    the call's deadline, or timeout_s
     CANCELLED            by the client, or by Abort
     UNAVAILABLE          ranks that are down, and why; a server that shuts down
@@ -396,6 +451,87 @@ class Inference(object):
             '/allspan.v1.Inference/ListModels',
             allspan_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             allspan_dot_protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/LoadLora',
+            allspan_dot_protos_dot_inference__pb2.LoadLoraRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/UnloadLora',
+            allspan_dot_protos_dot_inference__pb2.UnloadLoraRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/allspan.v1.Inference/ListLoras',
+            allspan_dot_protos_dot_inference__pb2.ListLorasRequest.SerializeToString,
+            allspan_dot_protos_dot_inference__pb2.ListLorasResponse.FromString,
             options,
             channel_credentials,
             insecure,

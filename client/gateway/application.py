@@ -18,6 +18,7 @@ from allspan.client.gateway.http.origin import HostCheck, with_cors
 from allspan.client.gateway.http.request_id import RequestIds
 from allspan.client.gateway.openapi.document import describe
 from allspan.client.gateway.routes import (
+    adapters,
     admin,
     anthropic,
     cluster,
@@ -48,6 +49,7 @@ ROUTES: tuple[Callable[[GatewayContext], list[Endpoint]], ...] = (
     metrics.endpoints,
     page.endpoints,
     admin.endpoints,
+    adapters.endpoints,
 )
 
 

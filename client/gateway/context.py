@@ -41,7 +41,7 @@ class GatewayContext:
         defaults: SamplingDefaults | None = None,
     ) -> GatewayContext:
         """Makes them for one engine. Raises ConfigError for keys that are none, CheckpointError."""
-        model = ServedModel.of(engine.cluster, config, defaults)
+        model = ServedModel.of(engine.cluster, config, defaults, lambda: engine.cluster.adapters)
         keys = load_keys(config.security)
         telemetry = Telemetry(model.name, open_traces(config.otlp_traces_endpoint), keys.hide)
         return cls(

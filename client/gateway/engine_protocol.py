@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any, Protocol
 
 from allspan.client.cluster.snapshot import ClusterView
@@ -49,6 +50,12 @@ class GatewayEngine(EngineProtocol, Protocol):
 
     async def acontrol(self, operation: str, timeout: float = 0.0) -> None:
         """`start_model`, `stop_model` … by name, for asyncio."""
+
+    async def aload_lora(self, name: str, path: str | Path, base_model_name: str = "") -> None:
+        """`load_lora` for asyncio. `base_model_name`: what /v1/models tells as its parent; "": the model."""
+
+    async def aunload_lora(self, name: str) -> int:
+        """`unload_lora` for asyncio."""
 
     async def ainspect(self, what: str) -> dict[str, Any]:
         """ "profile", "model" … for asyncio."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,8 +39,13 @@ class ServedModel:
     """Further names that requests may use."""
     card: EmbeddingCard = field(default_factory=EmbeddingCard)
     """How it embeds and scores."""
-    adapters: tuple[AdapterModule, ...] = ()
-    """The LoRA adapters that requests may name in the place of the model."""
+    list_adapters: Callable[[], tuple[AdapterModule, ...]] = tuple
+    """Tells the LoRA adapters that are loaded now."""
+
+    @property
+    def adapters(self) -> tuple[AdapterModule, ...]:
+        """The LoRA adapters that requests may name in the place of the model."""
+        return self.list_adapters()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,9 +110,15 @@ class ServedModel:
         raise ModelNotFound(f"model {name[:128]!r} is not served here, this server has {names}")
 
     @classmethod
-    def of(cls, info: ClusterInfo, config: GatewayConfig, defaults: SamplingDefaults | None = None) -> ServedModel:
+    def of(
+        cls,
+        info: ClusterInfo,
+        config: GatewayConfig,
+        defaults: SamplingDefaults | None = None,
+        list_adapters: Callable[[], tuple[AdapterModule, ...]] | None = None,
+    ) -> ServedModel:
         """Returns the model of a ready cluster. `defaults`: read from its files if they are not known yet, which may
-        raise CheckpointError or ConfigError."""
+        raise CheckpointError or ConfigError. `list_adapters` None: the cluster's adapters stay what they are."""
         known = (__version__, info.model, info.model_path, info.max_model_len, info.vocab_size)
         name, *aliases = config.served_model_name or (info.model,)
         check_names(info.adapter_names, (name, *aliases))
@@ -120,7 +132,7 @@ class ServedModel:
             fingerprint=f"fp_{hashlib.sha256(repr(known).encode()).hexdigest()[:10]}",
             aliases=tuple(aliases),
             card=_card(info, config),
-            adapters=info.adapters,
+            list_adapters=list_adapters or (lambda: info.adapters),
         )
 
 

@@ -48,6 +48,9 @@ class FakeEngine:
     vocab_size: int
     max_model_len: int = 256
     adapters: tuple[AdapterModule, ...] = ()
+    lora_dir: str = ""
+    adapter_failure: AllspanError | None = None
+    """What `aload_lora` and `aunload_lora` raise."""
     step_s: float = 0.0
     stop_s: float = 0.0
     """Until it hears that a request is to stop."""
@@ -76,7 +79,7 @@ class FakeEngine:
     @property
     def cluster(self) -> ClusterInfo:
         known = ClusterInfo(1, "ready", "tiny", "/nonexistent", self.max_model_len, self.vocab_size, (self.eos,))
-        return replace(known, adapters=self.adapters)
+        return replace(known, adapters=self.adapters, lora_dir=self.lora_dir)
 
     @property
     def is_ready(self) -> bool:
@@ -159,6 +162,7 @@ class FakeEngine:
             prompt_tokens_per_s=1203.0,
             step_tokens=(made, *(0 for _ in STEP_TOKENS_BOUNDS)),
             step_tokens_sum=made,
+            adapter_slots=4,
             experts=(ExpertLoad(3, (10, 60, 30, 0), (70.0, 30.0)),),
         )
 
@@ -166,6 +170,19 @@ class FakeEngine:
         self.controls.append((operation, timeout))
         if operation in self.control_failures:
             raise self.control_failures[operation]
+
+    async def aload_lora(self, name: str, path: str, base_model_name: str = "") -> None:
+        self.controls.append((f"load {name} from {path}", 0.0))
+        if self.adapter_failure is not None:
+            raise self.adapter_failure
+        self.adapters += (AdapterModule(name, path, base_model_name).loaded(),)
+
+    async def aunload_lora(self, name: str) -> int:
+        self.controls.append((f"unload {name}", 0.0))
+        if self.adapter_failure is not None:
+            raise self.adapter_failure
+        self.adapters = tuple(each for each in self.adapters if each.name != name)
+        return len(self.running)
 
     async def ainspect(self, what: str) -> dict[str, Any]:
         return {"what": what}

@@ -37,9 +37,20 @@ METHODS = {
     "Abort": pb.AbortRequest,
     "Embed": pb.EmbedRequest,
     "Score": pb.ScoreRequest,
+    "LoadLora": pb.LoadLoraRequest,
+    "UnloadLora": pb.UnloadLoraRequest,
+    "ListLoras": pb.ListLorasRequest,
 }
-WEIGHTS = (20, 4, 4, 1, 1, 2, 4, 4)
-BLAMELESS = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "CANCELLED"}
+WEIGHTS = (20, 4, 4, 1, 1, 2, 4, 4, 1, 1, 1)
+BLAMELESS = {
+    "OK",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "RESOURCE_EXHAUSTED",
+    "CANCELLED",
+    "PERMISSION_DENIED",
+}
 """What a server may answer to nonsense."""
 CALL_S = 20.0
 CONCURRENT = 8

@@ -6,6 +6,8 @@ import hmac
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from allspan.protos.api.errors import PermissionDenied
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -38,6 +40,15 @@ _current: ContextVar[Caller] = ContextVar("allspan_caller", default=ANYONE)
 def current_caller() -> Caller:
     """Returns the caller whose request this task, or the one that started it, works on."""
     return _current.get()
+
+
+def check_admin() -> None:
+    """Raises PermissionDenied, with the way out, for a caller without the admin key."""
+    if not current_caller().is_admin:
+        raise PermissionDenied(
+            "this endpoint needs the admin key, and no other does; a server without one answers nobody here: start it "
+            "with --admin-api-key-file FILE (or ALLSPAN_ADMIN_API_KEY)"
+        )
 
 
 def set_caller(caller: Caller) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import PurePath
 
 import grpc
 
+from allspan.client.gateway.adapters import AdapterOperator
 from allspan.client.gateway.admission.active_request import interleave
 from allspan.client.gateway.admission.admission import Job, jobs_per_choice
 from allspan.client.gateway.admission.prompts import PromptOptions
@@ -40,6 +42,7 @@ class InferenceService:
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
         self._calls = Calls(context, SERVICE)
+        self._adapters = AdapterOperator(context)
 
     async def generate(self, request: pb.GenerateRequest, origin: Origin, context: grpc.aio.ServicerContext) -> None:
         with self._calls.named(origin, request.request_id):
@@ -76,6 +79,21 @@ class InferenceService:
         )
         return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len), *adapters])
 
+    async def load_lora(self, request: pb.LoadLoraRequest) -> pb.LoadLoraResponse:
+        await self._adapters.load(request.lora_name, request.lora_path, request.base_model_name)
+        return pb.LoadLoraResponse()
+
+    async def unload_lora(self, request: pb.UnloadLoraRequest) -> pb.UnloadLoraResponse:
+        return pb.UnloadLoraResponse(running=await self._adapters.unload(request.lora_name))
+
+    async def list_loras(self, request: pb.ListLorasRequest) -> pb.ListLorasResponse:
+        model = self._context.model
+        loras = (
+            pb.Lora(name=each.name, parent=each.base_model_name or model.name, root=PurePath(each.path).name)
+            for each in model.adapters
+        )
+        return pb.ListLorasResponse(loras=loras)
+
     async def server_info(self, request: pb.ServerInfoRequest) -> pb.ServerInfoResponse:
         return await server_info(self._context)
 
@@ -94,6 +112,9 @@ class InferenceService:
             "Tokenize": calls.unary("Tokenize", self.tokenize, pb.TokenizeRequest),
             "Detokenize": calls.unary("Detokenize", self.detokenize, pb.DetokenizeRequest),
             "ListModels": calls.unary("ListModels", self.list_models, pb.ListModelsRequest),
+            "LoadLora": calls.unary("LoadLora", self.load_lora, pb.LoadLoraRequest),
+            "UnloadLora": calls.unary("UnloadLora", self.unload_lora, pb.UnloadLoraRequest),
+            "ListLoras": calls.unary("ListLoras", self.list_loras, pb.ListLorasRequest),
             "ServerInfo": calls.unary("ServerInfo", self.server_info, pb.ServerInfoRequest),
             "Abort": calls.unary("Abort", self.abort, pb.AbortRequest),
         }

@@ -8,13 +8,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from allspan.client.gateway.auth.caller import ANYONE, current_caller, set_caller
+from allspan.client.gateway.auth.caller import ANYONE, check_admin, set_caller
 from allspan.client.gateway.auth.keys import presented_key
 from allspan.client.gateway.context import GatewayContext
 from allspan.client.gateway.http.endpoint import Access, Endpoint
 from allspan.client.gateway.http.errors import response_of
 from allspan.client.gateway.telemetry.request_context import origin_of
-from allspan.protos.api.errors import PermissionDenied, Unauthenticated
+from allspan.protos.api.errors import Unauthenticated
 
 OPEN_PREFIX = "/page/"
 """The prefix of the page's files, which need no key; other paths below it are not found, with a key or without."""
@@ -55,8 +55,4 @@ class KeyCheck:
 
 async def require_admin() -> None:
     """A dependency of the admin endpoints. PermissionDenied with the way out."""
-    if not current_caller().is_admin:
-        raise PermissionDenied(
-            "this endpoint needs the admin key, and no other does; a server without one answers nobody here: start it "
-            "with --admin-api-key-file FILE (or ALLSPAN_ADMIN_API_KEY)"
-        )
+    check_admin()

@@ -63,7 +63,9 @@ def _lora(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
     running = {name for name, num_tokens in asked if num_tokens}
     waiting = {name for name, num_tokens in asked if not num_tokens}
     states = (",".join(name for name in adapters if name in those) for those in (running, waiting))
-    yield (str(len(adapters)), *states), time.time()  # the newest row counts, by its value
+    told = scene.view.statistics
+    slots = len(adapters) if told is None else told.adapter_slots
+    yield (str(slots), *states), time.time()  # the newest row counts, by its value
 
 
 def _rows() -> Iterator[Metric]:

@@ -40,12 +40,14 @@ _REFUSALS = {
 
 def describe(app: FastAPI, context: GatewayContext, endpoints: Sequence[Endpoint]) -> None:
     """Makes the application serve its description at /openapi.json."""
-    made: Json = {}
+    made: dict[tuple[str, ...], Json] = {}
 
     def openapi() -> Json:
-        if not made:
-            made.update(_document(app, context, {endpoint.key: endpoint for endpoint in endpoints}))
-        return made
+        names = context.model.all_names
+        if names not in made:  # adapters come and go
+            made.clear()
+            made[names] = _document(app, context, {endpoint.key: endpoint for endpoint in endpoints})
+        return made[names]
 
     app.openapi = openapi  # type: ignore[method-assign]
 

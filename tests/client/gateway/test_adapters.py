@@ -9,7 +9,14 @@ import pytest
 
 from allspan.protos import inference_pb2 as pb
 from allspan.protos.api.adapters import AdapterModule
-from allspan.protos.api.errors import ConfigError
+from allspan.protos.api.errors import (
+    AdapterLoaded,
+    AllspanError,
+    ConfigError,
+    InvalidRequest,
+    PermissionDenied,
+    TooManyAdapters,
+)
 from support.gateway import events, fake_engine, front, gateway, stub
 
 ADAPTERS = (AdapterModule("sql", "/adapters/sql-lora"), AdapterModule("Law", "/b", "org/base"))
@@ -121,7 +128,7 @@ async def test_log_lines_and_the_lora_metric_name_the_adapter(caplog: pytest.Log
             while '"text"' not in await anext(lines):
                 pass
             found = (await server.http.get("/metrics")).text
-    assert 'max_lora="2"' in found
+    assert 'max_lora="4"' in found
     assert 'running_lora_adapters="sql",waiting_lora_adapters=""' in found
     assert ", model sql, request id" in caplog.text
 
@@ -129,3 +136,106 @@ async def test_log_lines_and_the_lora_metric_name_the_adapter(caplog: pytest.Log
 def test_an_adapter_that_is_called_as_the_server_calls_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="names an adapter 'sql', which is the model's own name"):
         front(fake_engine(adapters=ADAPTERS), served_model_name=("mine", "org/SQL"))
+
+
+KEY, ADMIN = "sk-user-0123456789abcdef", {"Authorization": "Bearer sk-admin-0123456789abcdef"}
+
+
+def managed(**script: Any) -> Any:
+    engine = fake_engine(adapters=ADAPTERS, lora_dir="/adapters", **script)
+    return gateway(engine, api_key=(KEY,), admin_api_key=ADMIN["Authorization"].removeprefix("Bearer "))
+
+
+async def test_vllms_calls_load_and_unload_adapters_that_requests_may_name_at_once() -> None:
+    async with managed() as server:
+        user = {"Authorization": f"Bearer {KEY}"}
+        asked = {"model": "new", "prompt": "Hi", "max_tokens": 2}
+        assert (await server.http.post("/v1/completions", json=asked, headers=user)).status_code == 404
+        body = {"lora_name": "new", "lora_path": "/adapters/new-1", "base_model_name": "org/base"}
+        answer = await server.http.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+        assert (await server.http.post("/v1/completions", json=asked, headers=user)).json()["model"] == "new"
+        data = (await server.http.get("/v1/models", headers=user)).json()["data"]
+        assert [(each["id"], each["root"], each["parent"]) for each in data][-1] == ("new", "new-1", "org/base")
+        described = (await server.http.get("/openapi.json", headers=user)).json()["components"]["schemas"]
+        assert described["CompletionRequest"]["properties"]["model"]["enum"][-1] == "new"
+        answer = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "new"}, headers=ADMIN)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+        assert (await server.http.post("/v1/completions", json=asked, headers=user)).status_code == 404
+        assert server.engine.controls == [("load new from /adapters/new-1", 0.0), ("unload new", 0.0)]
+
+
+async def test_an_adapter_with_running_requests_says_so_when_it_is_unloaded() -> None:
+    async with managed(step_s=0.002, endless=True) as server:
+        user, body = (
+            {"Authorization": f"Bearer {KEY}"},
+            {"model": "sql", "prompt": "Hi", "max_tokens": 200, "stream": True},
+        )
+        async with server.http.stream("POST", "/v1/completions", json=body, headers=user) as stream:
+            lines = stream.aiter_lines()
+            while '"text"' not in await anext(lines):
+                pass
+            answer = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=ADMIN)
+    assert answer.text.endswith("Its place is free when the 1 requests that still have it have ended.")
+
+
+async def test_sglangs_calls_answer_with_what_is_loaded() -> None:
+    async with managed() as server:
+        body = {"lora_name": "new", "lora_path": "new-1"}
+        answer = (await server.http.post("/load_lora_adapter", json=body, headers=ADMIN)).json()
+        assert (answer["success"], answer["loaded_adapters"]["new"]) == (True, "new-1")
+        answer = (await server.http.post("/unload_lora_adapter", json={"lora_name": "sql"}, headers=ADMIN)).json()
+        assert list(answer["loaded_adapters"]) == ["Law", "new"]
+
+
+@pytest.mark.parametrize(
+    ("body", "failure", "status", "words"),
+    [
+        ({"lora_name": "new"}, None, 400, "lora_path"),
+        ({"lora_name": "a/b", "lora_path": "x"}, None, 400, "a name must have letters"),
+        ({"lora_name": "tiny", "lora_path": "x"}, None, 400, "the model's own name"),
+        ({"lora_name": "new", "lora_path": ""}, None, 400, "lora_path has 0 characters"),
+        ({"lora_name": "sql", "lora_path": "x"}, AdapterLoaded("'sql' is loaded"), 400, "'sql' is loaded"),
+        ({"lora_name": "new", "lora_path": "x"}, TooManyAdapters("2 adapters are loaded"), 409, "2 adapters"),
+        ({"lora_name": "new", "lora_path": "/etc"}, PermissionDenied("lies outside"), 403, "lies outside"),
+        ({"lora_name": "new", "lora_path": "x"}, InvalidRequest("rank 1: no", "lora_path"), 400, "rank 1: no"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused_with_its_status(
+    body: dict[str, Any], failure: AllspanError | None, status: int, words: str
+) -> None:
+    async with managed(adapter_failure=failure) as server:
+        answer = await server.http.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+async def test_adapters_are_loaded_with_the_admin_key_and_a_folder_for_them_alone() -> None:
+    body = {"lora_name": "new", "lora_path": "x"}
+    async with managed() as server:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"):
+            answer = await server.http.post(path, json=body, headers={"Authorization": f"Bearer {KEY}"})
+            assert (answer.status_code, "needs the admin key" in answer.text) == (403, True)
+        assert not server.engine.controls
+        server.engine.lora_dir = ""
+        answer = await server.http.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
+        assert (answer.status_code, "start the server with --lora-dir DIR" in answer.text) == (403, True)
+        assert not server.engine.controls
+
+
+async def test_grpc_loads_unloads_and_lists_adapters() -> None:
+    async with managed() as server, grpc.aio.insecure_channel(server.grpc_address) as channel:
+        calls = stub(channel)
+        admin, user = ((("authorization", key),) for key in (ADMIN["Authorization"], f"Bearer {KEY}"))
+        await calls.LoadLora(pb.LoadLoraRequest(lora_name="new", lora_path="/adapters/n"), metadata=admin)
+        told = (await calls.ListLoras(pb.ListLorasRequest(), metadata=user)).loras
+        assert [(each.name, each.parent, each.root) for each in told] == [
+            ("sql", "tiny", "sql-lora"),
+            ("Law", "org/base", "b"),
+            ("new", "tiny", "n"),
+        ]
+        reply = await calls.UnloadLora(pb.UnloadLoraRequest(lora_name="new"), metadata=admin)
+        assert reply.running == 0
+        for call, message in ((calls.LoadLora, pb.LoadLoraRequest()), (calls.UnloadLora, pb.UnloadLoraRequest())):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message, metadata=user)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -50,8 +50,11 @@ def test_the_calls_are_found() -> None:
 async def test_a_documented_call_is_answered(page: str, line: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    engine = fake_engine(max_model_len=1024, adapters=(AdapterModule("sql", "/adapters/sql"),))
-    async with gateway(engine, served_model_name=("SmolLM2-135M-Instruct",)) as server:
+    engine = fake_engine(max_model_len=1024, adapters=(AdapterModule("sql", "/adapters/sql"),), lora_dir="/adapters")
+    is_admin_call = "admin.txt" in line
+    key = {"admin_api_key": "sk-admin-0123456789abcdef"} if is_admin_call else {}
+    line = line.replace("$(cat admin.txt)", "sk-admin-0123456789abcdef")
+    async with gateway(engine, served_model_name=("SmolLM2-135M-Instruct",), **key) as server:
         process = await asyncio.create_subprocess_shell(
             line.replace(ADDRESS, server.http_address) + " --silent --show-error --fail-with-body --max-time 20",
             stdout=asyncio.subprocess.PIPE,
@@ -62,5 +65,5 @@ async def test_a_documented_call_is_answered(page: str, line: str) -> None:
     assert process.returncode == 0, (answer, stderr.decode())
     if '"stream": true' in line:
         assert answer.rstrip().endswith("[DONE]") or "event: response.completed" in answer or "incomplete" in answer
-    elif not re.search(r"/(metrics|health)\b", line):
+    elif not re.search(r"/(metrics|health|v1/load_lora_adapter)\b", line):
         assert isinstance(json.loads(answer), dict)
