@@ -196,7 +196,7 @@ class Cluster:
             return first or self._info(state)
         info = self._info(state)
         if first is not None:
-            shared = ("max_model_len", "vocab_size", "eos_token_ids", "adapters")
+            shared = ("max_model_len", "vocab_size", "eos_token_ids", "adapters", "lora_dir")
             info = replace(info, **{name: getattr(first, name) for name in shared})
         try:
             write_cluster(self._run.path, info)

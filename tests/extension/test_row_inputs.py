@@ -65,6 +65,8 @@ class Rich:
 class Fixed:
     """Slots that hold what the test's model has by itself."""
 
+    writes_beside_steps = True
+
     def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
         return {}
 

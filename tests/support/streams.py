@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from allspan import ClientEngine, SamplingParams
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
 from support.waiting import wait_until
 
@@ -12,9 +13,18 @@ from support.waiting import wait_until
 class Streams:
     """Requests whose tokens are collected by whoever calls `read`."""
 
-    def __init__(self, engine: ClientEngine, listed: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
-        pairs = zip(listed, params, strict=True)
-        self.queues: list[ResultQueue] = [engine.start_request(prompt, each)[1] for prompt, each in pairs]
+    def __init__(
+        self,
+        engine: ClientEngine,
+        listed: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        options: Sequence[RequestOptions | None] = (),
+    ) -> None:
+        """`options` for each, or none."""
+        asked = zip(listed, params, options or [None] * len(listed), strict=True)
+        self.queues: list[ResultQueue] = [
+            engine.start_request(prompt, each, options=own)[1] for prompt, each, own in asked
+        ]
         self.tokens: list[list[int]] = [[] for _ in self.queues]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,11 @@ class PeftFolder:
 
     def _read(self, name: str, scale: float, dtype: torch.dtype) -> Tensor:
         shape = self._tensors.shape(name)
-        read = torch.empty(shape)
+        read = torch.empty(shape, dtype=dtype if scale == 1.0 else torch.float32)
         self._tensors.read(name, [range(size) for size in shape], read)
-        out = read.mul_(scale).to(dtype)
-        if not out.isfinite().all():
+        out = read if scale == 1.0 else read.mul_(scale).to(dtype)
+        # The sum is quicker than a look at each number, and is finite only where all of them are.
+        if not math.isfinite(out.sum(dtype=torch.float32)) and not out.isfinite().all():
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}, times {scale:g}, has numbers that are not finite in {dtype}"
             )

@@ -32,6 +32,10 @@ _WAITS = "waits"
 class SlotStore(Protocol):
     """The slots on the device; `allspan.worker.adapters.slots` has the real ones."""
 
+    @property
+    def writes_beside_steps(self) -> bool:
+        """Whether a slot that no step reads may be written from another thread while steps run."""
+
     def stage(self, path: Path, goes_on: Callable[[], bool]) -> Staged:
         """Reads a folder, beside steps; gives up once `goes_on` says no. Raises CheckpointError."""
 
@@ -76,9 +80,9 @@ class AdapterRegistry:
         self._reading: _Reading | None = None
         self._reader = ThreadPoolExecutor(1, "adapters")
 
-    def take(self, module: AdapterModule, slot: int, staged: Staged) -> None:
-        """Takes an adapter in, which has its digest."""
-        if slot >= 0:
+    def take(self, module: AdapterModule, slot: int, staged: Staged, is_written: bool = False) -> None:
+        """Takes an adapter in, which has its digest. `is_written`: it is in its slot already."""
+        if slot >= 0 and not is_written:
             self._slots.write(slot, staged)
         if slot < 0 or self._keeps_copies:
             self._copies[module.digest] = staged
@@ -90,7 +94,7 @@ class AdapterRegistry:
         values = json.loads(argument)
         slot, dropped = values.pop("slot"), threading.Event()
         module = AdapterModule(**values)
-        task = self._reader.submit(self._stage, module, dropped)
+        task = self._reader.submit(self._stage, module, slot, dropped)
         self._reading = _Reading(module, slot, task, dropped)
 
     def wait(self, timeout: float) -> None:
@@ -114,7 +118,7 @@ class AdapterRegistry:
         if _WAITS in told:
             return False
         self._reading = None
-        self.take(reading.module, reading.slot, reading.task.result())
+        self.take(reading.module, reading.slot, reading.task.result(), self._slots.writes_beside_steps)
         return True
 
     def drop(self, adapter: int) -> None:
@@ -136,10 +140,14 @@ class AdapterRegistry:
             self._reading.task.cancel()
         self._reading = None
 
-    def _stage(self, module: AdapterModule, dropped: threading.Event) -> Staged:
+    def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> Staged:
+        """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps."""
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        return self._slots.stage(resolved_folder(module.path, self._lora_dir), lambda: not dropped.is_set())
+        staged = self._slots.stage(resolved_folder(module.path, self._lora_dir), lambda: not dropped.is_set())
+        if slot >= 0 and self._slots.writes_beside_steps and not dropped.is_set():
+            self._slots.write(slot, staged)
+        return staged
 
 
 def _state_of(task: Future[Staged]) -> str:

@@ -23,6 +23,7 @@ from allspan.worker.models.pieces import Linear, Piece
 from allspan.worker.models.source import PieceSource
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.quant.base import LinearShape
+from allspan.worker.step.backend import HOST
 from allspan.worker.weights.held_tensor import HeldTensor
 
 _NAMING = "hugging_face"
@@ -73,6 +74,11 @@ class AdapterSlots:
         """The bytes of all slots on this rank."""
         held = (tensor for layer in self._layers.values() for tensor in layer.tensors(self.num_slots).values())
         return sum(tensor.num_bytes for tensor in held)
+
+    @property
+    def writes_beside_steps(self) -> bool:
+        """See `SlotStore`: steps on the CPU read no slot but those of their rows."""
+        return all(tensor.device.type == HOST for tensor in self.tensors.values())
 
     def allocate(self, device: str) -> None:
         """Makes the tensors, of adapters that change nothing."""

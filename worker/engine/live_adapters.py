@@ -105,7 +105,7 @@ class LiveAdapters:
                         time.sleep(min(POLL_S, left()))
             except AllspanError:
                 with contextlib.suppress(AllspanError):
-                    self._drop_unused(module.digest, DROP_S)
+                    self._close(module.digest, DROP_S)
                 raise
         finally:
             self._one_call.release()
@@ -119,16 +119,19 @@ class LiveAdapters:
             found = next((each for each in listed if plain_name(each.name) == plain_name(name)), None)
             if found is None:
                 raise unknown_adapter(name, [each.name for each in listed])
-            self.version += 1
-            if num_requests := self._table.close(found.digest):
-                return num_requests
-            self._table.take_unused()  # this one, which is seen to here
-        self._drop_unused(found.digest, timeout)
-        return 0
+        return self._close(found.digest, timeout)
 
-    def _drop_unused(self, adapter: int, timeout: float) -> None:
-        """Has all ranks forget it, however long that takes; raises as `Operations.wait`."""
-        self._operations.wait(self._operations.add(Operation.DROP_ADAPTER, drop_argument(adapter)), timeout)
+    def _close(self, adapter: int, timeout: float) -> int:
+        """Refuses new requests for it, also where it is taken in only now, and has all ranks forget it: at once, or
+        when the requests that it returns the number of have ended. Raises as `Operations.wait`."""
+        with self._changed:
+            self.version += 1
+            num_requests = self._table.close(adapter)
+            if not self._table.take_if_unused(adapter):
+                return num_requests
+            dropping = self._operations.add(Operation.DROP_ADAPTER, drop_argument(adapter))
+        self._operations.wait(dropping, timeout)
+        return 0
 
     def _is_there(self, module: AdapterModule) -> bool:
         """Whether it is loaded already. Raises what `load` does for one that cannot be."""

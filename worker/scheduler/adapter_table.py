@@ -80,13 +80,15 @@ class AdapterTable:
 
     def take_unused(self) -> list[int]:
         """Returns the closed adapters that no request has any more, each once: they can be removed."""
-        if not self._num_closing:
-            return []
-        closing = ((adapter, held) for adapter, held in self._held.items() if held.is_closing and not held.is_dropping)
-        unused = [adapter for adapter, held in closing if not held.requests]
-        for adapter in unused:
-            self._held[adapter].is_dropping = True
-        return unused
+        return [adapter for adapter in self._held if self.take_if_unused(adapter)] if self._num_closing else []
+
+    def take_if_unused(self, adapter: int) -> bool:
+        """Whether it is closed and no request has it any more; its caller, who alone is told so, has it removed."""
+        held = self._held[adapter]
+        if not held.is_closing or held.is_dropping or held.requests:
+            return False
+        held.is_dropping = True
+        return True
 
     def remove(self, adapter: int) -> None:
         """Frees an adapter's slot. No request may have it; unknown ones are passed over."""

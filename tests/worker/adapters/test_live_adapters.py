@@ -24,6 +24,7 @@ from allspan.protos.api.errors import (
 )
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
+from allspan.worker.process.host import rss_bytes
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 from support.waiting import wait_until
@@ -193,17 +194,27 @@ def test_an_engine_without_room_for_adapters_says_how_to_make_some(adapted: Adap
         ask(engine, "", adapted)
 
 
-def test_loading_and_unloading_under_load_leaves_no_descriptor_page_or_slot_behind(adapted: Adapted) -> None:
-    with adapted.engine(max_loras=2) as engine:
-        _, queue = running(engine, "")
-        before = 0
-        for cycle in range(25):
+@pytest.mark.parametrize("cycles", [25, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_loading_and_unloading_under_load_leaves_no_memory_descriptor_page_or_slot_behind(
+    adapted: Adapted, cycles: int
+) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), rss_bytes()
+
+    with adapted.engine(max_loras=2, max_cpu_loras=3) as engine:
+        queue, before = running(engine, "")[1], held()
+        for cycle in range(cycles):
             engine.load_lora("one", adapted.folder / "one")
             ask(engine, "one", adapted)
             engine.unload_lora("one")
-            if cycle == 4:
-                before = len(os.listdir("/proc/self/fd"))
-        assert len(os.listdir("/proc/self/fd")) <= before
+            if queue.state.is_final:
+                queue = running(engine, "")[1]
+            if cycle == 5:
+                before = held()
+        after = held()
+        assert after[0] <= before[0]
+        assert after[1] - before[1] < 32 * 2**20  # 1,000 folders of 0.1 MB, and the slots of three, are more
         list(queue)
         wait_until(lambda: engine.statistics().pages_used == 0, what="free pages")
+        assert engine.statistics().adapters_loaded == 0
         engine._core.check()

@@ -22,6 +22,8 @@ MODULE = AdapterModule("sql", "/adapters/sql", digest=77)
 class Slots:
     """Slots of no size: `failure` is what reading raises, `may_end` lets it end."""
 
+    writes_beside_steps = False
+
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.may_end = threading.Event()

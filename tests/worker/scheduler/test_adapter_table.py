@@ -121,6 +121,18 @@ def test_an_adapter_that_is_still_loading_takes_no_requests_and_keeps_its_slot()
     assert [join.adapter for join in world.step().joins] == [1]
 
 
+def test_one_whose_load_is_given_up_takes_no_request_when_the_ranks_have_it_after_all() -> None:
+    world = Clocked()
+    world.table.add(7, is_loading=True)
+    assert world.table.close(7) == 0
+    assert (world.table.take_if_unused(7), world.table.take_unused()) == (True, [])
+    world.table.open(7)
+    with pytest.raises(AdapterNotFound):
+        world.submit(1, 7)
+    world.table.remove(7)
+    assert len(world.table) == 0
+
+
 def test_a_request_that_ends_before_its_first_step_leaves_no_use_behind() -> None:
     world = Clocked(7)
     one = world.submit(1, 7)
