@@ -11,6 +11,7 @@ from typing import Any
 from allspan.client.bench.benchmark import Benchmark
 from allspan.client.bench.engine import experts as expert_bench
 from allspan.client.bench.engine import kernels as kernel_bench
+from allspan.client.bench.engine.adapter_loads import ADAPTER_LOADS
 from allspan.client.bench.engine.adapters import ADAPTERS
 from allspan.client.bench.engine.compare import COMPARE
 from allspan.client.bench.engine.embeddings import EMBEDDINGS
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     for row in (
         LATENCY,
         ADAPTERS,
+        ADAPTER_LOADS,
         COMPARE,
         PERPLEXITY,
         PREFIX,
