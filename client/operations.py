@@ -87,9 +87,9 @@ class ClusterOperations:
 
     def _adapter(self, name: str, path: str | Path, base_model_name: str) -> AdapterModule:
         """A load of its own. Without a folder that adapters must be below, a relative path begins here."""
-        folder, info = Path(path).expanduser(), self._session.info
+        folder, info = os.path.expanduser(path), self._session.info
         if info is None or not info.lora_dir:
-            folder = folder.absolute()
+            folder = os.path.abspath(folder)
         return AdapterModule(name, str(folder), base_model_name).loaded(os.urandom(16))
 
     def _control(self, operation: str, timeout: float) -> None:

@@ -13,7 +13,7 @@ def resolved_folder(path: str, lora_dir: str) -> Path:
     """Returns an adapter's folder with every link followed, so that what is opened is what was checked. A relative path
     begins at `lora_dir`; "": any folder will do. Raises PermissionDenied for a folder, or a file in it, that lies
     outside."""
-    folder = Path(os.path.realpath(Path(lora_dir) / Path(path).expanduser()))
+    folder = Path(os.path.realpath(Path(lora_dir) / os.path.expanduser(path)))
     if lora_dir:
         root = Path(os.path.realpath(lora_dir))
         for each in (folder, *(folder / name for name in FILES)):

@@ -241,7 +241,7 @@ class Engine(EmbeddingCalls):
         self._core.rebalance_experts(timeout)
 
     def load_lora(self, name: str, path: str | Path, timeout: float = 60.0) -> None:
-        module = AdapterModule(name, str(Path(path).expanduser()))
+        module = AdapterModule(name, os.path.expanduser(path))
         self._core.adapters.load(module.loaded(os.urandom(16)), timeout)
 
     def unload_lora(self, name: str, timeout: float = 60.0) -> int:

@@ -25,6 +25,8 @@ from allspan.worker.scheduler.adapter_table import AdapterTable
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.step.model import RankAdapters
 
+MAX_TEXT_CHARS = 4096
+"""Most characters of a path, which goes to all ranks in a plan."""
 DROP_S = 10.0
 """Wait for all ranks to forget an adapter that could not be loaded."""
 POLL_S = 0.005
@@ -145,6 +147,11 @@ class LiveAdapters:
                 )
         if problem := name_problem(module.name, (self._model,)):
             raise InvalidRequest(f"lora_name is {problem}", "lora_name")
+        for field, text in (("lora_path", module.path), ("base_model_name", module.base_model_name)):
+            if len(text) > MAX_TEXT_CHARS or "\0" in text:
+                raise InvalidRequest(
+                    f"{field} has {len(text)} characters, must have at most {MAX_TEXT_CHARS}, none of them NUL", field
+                )
         if len(self._table) >= self._most:
             if waiting := len(self._table) - len(listed):
                 raise AdapterInUse(

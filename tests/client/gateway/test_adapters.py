@@ -194,7 +194,7 @@ async def test_sglangs_calls_answer_with_what_is_loaded() -> None:
         ({"lora_name": "new"}, None, 400, "lora_path"),
         ({"lora_name": "a/b", "lora_path": "x"}, None, 400, "a name must have letters"),
         ({"lora_name": "tiny", "lora_path": "x"}, None, 400, "the model's own name"),
-        ({"lora_name": "new", "lora_path": ""}, None, 400, "lora_path has 0 characters"),
+        ({"lora_name": "new", "lora_path": ""}, None, 400, "lora_path is empty"),
         ({"lora_name": "sql", "lora_path": "x"}, AdapterLoaded("'sql' is loaded"), 400, "'sql' is loaded"),
         ({"lora_name": "new", "lora_path": "x"}, TooManyAdapters("2 adapters are loaded"), 409, "2 adapters"),
         ({"lora_name": "new", "lora_path": "/etc"}, PermissionDenied("lies outside"), 403, "lies outside"),

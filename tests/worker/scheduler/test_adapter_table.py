@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from allspan.protos.api.errors import AdapterNotFound, InternalError
@@ -156,3 +158,56 @@ def test_an_operation_comes_with_its_argument() -> None:
     plan = Clocked().scheduler.schedule(Operation.DROP_ADAPTER, b"x")
     assert plan is not None
     assert (plan.operation, plan.argument) == (Operation.DROP_ADAPTER, b"x")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_and_goes_a_row_runs_with_its_own_adapter_and_every_request_ends(seed: int) -> None:
+    draw, world, number = random.Random(seed), Clocked(1, 2, 3), 0
+    ones: list[Request] = []
+    slots = {0: 1, 1: 2}  # what the ranks hold; the third has none
+    open_adapters, closed = [1, 2, 3], list[int]()
+    running: dict[int, Request] = {}
+    for _ in range(120):
+        world.now += draw.choice((0.0, 0.5, 3.0))
+        if draw.random() < 0.6 and len(world.scheduler.requests()) < 12:
+            adapter = draw.choice([-1, *open_adapters])
+            ones.append(world.submit(number, adapter, draw.randint(1, 6), draw.choice((0, 0, 1))))
+            number += 1
+        if draw.random() < 0.1 and world.scheduler.requests():
+            world.scheduler.cancel(draw.choice(world.scheduler.requests()).request_id)
+        if draw.random() < 0.1 and open_adapters:
+            closed.append(open_adapters.pop(draw.randrange(len(open_adapters))))
+            world.table.close(closed[-1])
+        for adapter in world.table.take_unused():
+            world.table.remove(adapter)
+            closed.remove(adapter)
+        if draw.random() < 0.1 and len(world.table) < 5:
+            open_adapters.append(100 + number)
+            number += 1
+            if (slot := world.table.add(open_adapters[-1])) >= 0:
+                slots[slot] = open_adapters[-1]
+        _checked_step(world, ones, slots, running)
+    for _ in range(200):
+        world.now += 1.0
+        _checked_step(world, ones, slots, running)
+    assert not world.scheduler.requests()
+    assert all(world.table.take_if_unused(adapter) for adapter in closed)
+
+
+def _checked_step(world: Clocked, ones: list[Request], slots: dict[int, int], running: dict[int, Request]) -> None:
+    """One step as the ranks see it: what leaves, what is placed, what joins, what runs."""
+    plan = world.scheduler.schedule()
+    if plan is None:
+        return
+    for row in plan.leaves:
+        del running[row]
+    in_use = {request.adapter for request in running.values()}
+    for slot, adapter in plan.placements:
+        assert slots.get(slot) not in in_use, "a running request's adapter has lost its slot"
+        slots[slot] = adapter
+    by_id = {one.request_id: one for one in ones}
+    for join in plan.joins:
+        one = running[join.row] = by_id[join.request_id]
+        assert (slots[join.adapter] if join.adapter >= 0 else -1) == one.adapter
+    world.scheduler.apply(StepResult(plan.step, {run.row: (5,) for run in plan.runs}))
+    world.scheduler.check()
