@@ -270,6 +270,7 @@ class RankServicer(WorkerServicer):
         self._check_leader()
         adapter = adapter_from_wire(message.adapter)
         await asyncio.to_thread(self._core.adapters.load, adapter, _timeout_s(message.timeout_s))
+        self._tell_all()
         return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()))
 
     @translated
@@ -279,12 +280,18 @@ class RankServicer(WorkerServicer):
         """InvalidRequest on a follower; else what `LiveAdapters.unload` raises."""
         self._check_leader()
         left = await asyncio.to_thread(self._core.adapters.unload, message.name, _timeout_s(message.timeout_s))
+        self._tell_all()
         return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()), num_requests=left)
 
     @translated
     async def Inspect(self, message: pb.InspectRequest, context: grpc.aio.ServicerContext) -> pb.InspectReply:
         """InvalidRequest for something that is not known; CheckpointError when the files are gone."""
         return pb.InspectReply(json=json.dumps(await asyncio.to_thread(self._inspect, message.what)))
+
+    def _tell_all(self) -> None:
+        """Has every stream tell what is new, without waiting for a heartbeat."""
+        for client_id in self._news:
+            self._leases.find(client_id).news.set()
 
     def _check_leader(self) -> None:
         if not self._core.is_leader:

@@ -179,6 +179,8 @@ async def test_adapters_come_and_go_by_calls_to_the_leader(leader: Rank, followe
     load = pb.LoadAdapterRequest(adapter=pb.Adapter(name="law", path="/law", digest=5), timeout_s=9)
     told = (await client.stub.LoadAdapter(load)).adapters
     assert [(each.name, each.digest) for each in told.adapters] == [("sql", 8), ("b", 9), ("law", 5)]
+    heard = (await client.read()).adapters  # long before a heartbeat
+    assert (heard.version, [each.name for each in heard.adapters]) == (told.version, ["sql", "b", "law"])
     leader.core.adapters.num_requests = 3
     reply = await client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql", timeout_s=4))
     assert ([each.name for each in reply.adapters.adapters], reply.num_requests) == (["b", "law"], 3)
