@@ -8,33 +8,11 @@
 // third one has units of tokens copied ahead, page by page, through a tensor map.
 //
 // Work is cut over the whole batch as in attend.cu, but `beside` blocks, of tiles that read the same tokens, have a
-// stretch together: compiled with CLUSTER (1, or as many as `beside`), each copies a part of the tokens for all; else
-// what one reads lies in the GPU's cache for the others.
+// stretch together: what one reads lies in the GPU's cache for the others. As a cluster, each of whose blocks copies a
+// part for all, they are slower by a fifth.
 #include "latent/cut.cuh"
 #include "ptx/ptx_sm90.cuh"
 
-// Chunks of the queries that are kept in registers; units that are fetched into the GPU's cache ahead; bits of ORDER:
-// the second scores wait until the first are asked for, the first values until the second scores are.
-#ifndef KEPT
-#define KEPT 0
-#endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER > 1
-#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define OF_CLUSTER
-#endif
-#ifndef PER
-#define PER 4
-#endif
-#ifndef AHEAD
-#define AHEAD 0
-#endif
-#ifndef ORDER
-#define ORDER 0
-#endif
 constexpr int L = 512, kChunks = (L + 64) / 64, kUnit = 64, kRows = 64;
 constexpr int kGroup = 128, kBlock = 3 * kGroup, kSides = 2 * kGroup, kColumns = L / 2;  // of a side
 // A chunk: 64 elements of 64 tokens or queries, rows of 128 bytes, whose 16-byte parts are swizzled by the row.
@@ -43,9 +21,6 @@ constexpr int kChunk = 64 * 128, kTile = kChunks * kChunk, kSlots = 2;
 // values.
 constexpr int kParts = 3, kHalf = L / 2 / 64;
 __device__ __forceinline__ constexpr int part_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / kHalf; }
-// They come in pieces of up to PER chunks.
-constexpr int kPieces = 1 + 2 * kHalf / PER;
-__device__ __forceinline__ constexpr int piece_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / PER; }
 
 // What the tensor cores read, but for its address: eight rows take 1,024 bytes.
 constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32;
@@ -63,8 +38,8 @@ struct Matrix {
   }
 };
 
-// Hardware barriers: the weights of a side are there, threads of a side, of both, and what ORDER says.
-enum { kWeights = 1, kOwn = 3, kBoth = 5, kFirstAsked = 6, kSecondAsked = 7 };
+// Hardware barriers: the weights of a side are there, threads of a side, of both.
+enum { kWeights = 1, kOwn = 3, kBoth = 5 };
 
 // A block's piece of a tile.
 struct Item {
@@ -77,7 +52,7 @@ struct Item {
 struct Shared {
   char *queries, *slots, *weights;
   float *tops, *totals;                               // [2][kRows]; [2][2][kRows]
-  uint32_t full, empty, queries_full, queries_empty;  // barriers: of pieces, of parts
+  uint32_t full, empty, queries_full, queries_empty;  // barriers: of parts that are there, that are free
   Item* item;
   int *is_last, *warp_sums, *first;  // first: item of the line, and the units before it
 
@@ -87,9 +62,9 @@ struct Shared {
     tops = reinterpret_cast<float*>(weights + kChunk), totals = tops + 2 * kRows;
     item = reinterpret_cast<Item*>(totals + 4 * kRows);
     char* const end = reinterpret_cast<char*>(item + 1);
-    full = smem(end), empty = full + kSlots * kPieces * 8, queries_full = empty + kSlots * kParts * 8;
+    full = smem(end), empty = full + kSlots * kParts * 8, queries_full = empty + kSlots * kParts * 8;
     queries_empty = queries_full + 8;
-    is_last = reinterpret_cast<int*>(end + (kSlots * (kPieces + kParts) + 2) * 8), warp_sums = is_last + 1;
+    is_last = reinterpret_cast<int*>(end + (kSlots * 2 * kParts + 2) * 8), warp_sums = is_last + 1;
     first = warp_sums + kBlock / 32;
   }
 };
@@ -105,7 +80,7 @@ struct Slot {
     const int i = unit % kSlots;
     memory = shared.slots + i * kTile;
     keys = smem(memory), values = keys + side * kHalf * kChunk;
-    full = shared.full + i * kPieces * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
+    full = shared.full + i * kParts * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
   }
 };
 
@@ -115,7 +90,7 @@ __device__ __forceinline__ int units_of(const Tile& tile) {
 
 // pages: the cache, [pages, page size, L + 64], of which tiles have 64 tokens or a page. Others: see attend.cu; `tiles`
 // and `of_each` count those of beside * 64 rows, and the grid is a multiple of `beside`.
-extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
+extern "C" __global__ void __launch_bounds__(kBlock, 1)
     attend_sm90(const __grid_constant__ TensorMap pages, const bf16* q, long long q_stride, const bf16* q_turned,
                 long long turned_stride, int turned_head, const int* cut_tiles, const int* qo_indptr, const int* places,
                 const int* kv_lens, int tiles, int of_each, int heads, int is_before, const int* indptr,
@@ -126,14 +101,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
   const int lane = threadIdx.x % 32;
   const Tiles list = {cut_tiles, qo_indptr, places, kv_lens, tiles, of_each, heads, is_before};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots * kPieces; ++i) barrier_init(shared.full + i * 8, 1);
-    for (int i = 0; i < kSlots * kParts; ++i)
-      barrier_init(shared.empty + i * 8, CLUSTER * kGroup / 32);  // warps of a side
+    for (int i = 0; i < kSlots * kParts; ++i) barrier_init(shared.full + i * 8, 1);
+    for (int i = 0; i < kSlots * kParts; ++i) barrier_init(shared.empty + i * 8, kGroup / 32);  // warps of a side
     barrier_init(shared.queries_full, kGroup + 1);
     barrier_init(shared.queries_empty, kSides / 32);
     fence_shared();  // copies count at them
   }
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();
   let_next_begin();
   wait_for_ahead();
 
@@ -173,7 +146,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
   __syncthreads();
 
   if (threadIdx.x < kGroup) {
-    give_registers < KEPT<2 ? 56 : 24>();
+    give_registers<56>();
     const int warp = threadIdx.x / 32, boxes = kUnit >> min(page_shift, 6), box_rows = kUnit / boxes;
     int asked = 0;
     uint32_t parity = 1;
@@ -194,7 +167,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       if (all == 0) continue;
       unit += count;
       tile.row0 += sub * kRows;
-      if (CLUSTER == 1 && tile.row0 >= tile.rows) continue;
+      if (tile.row0 >= tile.rows) continue;
       const int last_row = min(tile.row0 + kRows, tile.rows) - 1, group_end = tile.end;
       const int all_see = min(tile.end, tile.before + tile.row0 / heads + 1);
       tile.end = min(tile.end, tile.before + last_row / heads + 1);
@@ -225,32 +198,17 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         const int page = is_seen ? __ldg(own_pages + (token >> page_shift)) : 0;
         // Behind the last row of a page there are zeros.
         const int row = is_seen ? token & ((1 << page_shift) - 1) : 1 << page_shift;
-        if (AHEAD && u % beside == sub && u + AHEAD < count) {
-          const int later = token + AHEAD * kUnit;
-          if (lane < boxes && later < group_end) {
-            const int its_page = __ldg(own_pages + (later >> page_shift));
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) fetch_tile(pages, c * 64, later & ((1 << page_shift) - 1), its_page);
-          }
-        }
         const uint32_t to = smem(shared.slots) + slot * kTile + lane * box_rows * 128;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           barrier_wait(shared.empty + (slot * kParts + part) * 8, asked / kSlots % 2 ^ 1);
-          const uint32_t full = shared.full + slot * kPieces * 8;
-          if (lane == 0) {
-#pragma unroll
-            for (int c = 0; c < kChunks; c += c + 1 < kChunks ? PER : 1)
-              if (part_of(c) == part) barrier_arrive_for(full + piece_of(c) * 8, (part ? PER : 1) * kChunk);
-          }
+          const uint32_t full = shared.full + (slot * kParts + part) * 8;
+          if (lane == 0) barrier_arrive_for(full, (part ? kHalf : 1) * kChunk);
           __syncwarp();
           if (lane < boxes) {
 #pragma unroll
             for (int c = 0; c < kChunks; ++c)
-              if (part_of(c) == part && CLUSTER == 1)
-                copy_tile(to + c * kChunk, pages, c * 64, row, page, full + piece_of(c) * 8);
-              else if (part_of(c) == part && c % CLUSTER == sub)
-                copy_tile_to_all(to + c * kChunk, pages, c * 64, row, page, full + piece_of(c) * 8, CLUSTER);
+              if (part_of(c) == part) copy_tile(to + c * kChunk, pages, c * 64, row, page, full);
           }
           __syncwarp();
         }
@@ -259,33 +217,20 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
     give({});
     barrier_arrive_with_copies(shared.queries_full);
   } else {
-    take_registers < KEPT<2 ? 224 : 240>();
+    take_registers<224>();
     const int side = __shfl_sync(~0u, threadIdx.x / kGroup, 0) - 1, thread = threadIdx.x % kGroup;
     const int my_row = thread / 32 * 16 + lane / 4;  // and eight further on
     float o[kColumns / 2], s[kUnit / 2];
-    uint32_t p[kUnit / 4], kept[KEPT ? KEPT * 16 : 1];
+    uint32_t p[kUnit / 4], kept[16];  // kept: the queries' last chunk
     float top[2], total[2], keep[2];
     int read = 0;      // units before the piece
     Slot mine, other;  // of the unit of a pair whose scores this side has, and of the other one
 
-    const auto wait_full = [&](const Slot& slot, int piece) { barrier_wait(slot.full + piece * 8, slot.parity); };
-    const auto wait_all = [&](const Slot& slot) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) wait_full(slot, piece);
-    };
-    const auto wait_values = [&](const Slot& slot) {
-#pragma unroll
-      for (int piece = 0; piece < kHalf / PER; ++piece) wait_full(slot, 1 + side * (kHalf / PER) + piece);
-    };
+    const auto wait_full = [&](const Slot& slot, int part) { barrier_wait(slot.full + part * 8, slot.parity); };
     const auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto release_part = [&](const Slot& slot, int part) {
-      if (CLUSTER == 1)
-        release(slot.empty + part * 8);
-      else if (lane < CLUSTER)
-        barrier_arrive_of(slot.empty + part * 8, lane);
-    };
+    const auto release_part = [&](const Slot& slot, int part) { release(slot.empty + part * 8); };
     // The other's product with values, asked for before one's scores, has been made.
     const auto end_values = [&] {
       wait_products<1>();
@@ -296,7 +241,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
     // lies behind the last token may be anything, and 0 · NaN is NaN.
     const auto ask_scores = [&](int there, bool after_values) {
       if (there < kUnit) {
-        wait_all(mine);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) wait_full(mine, part);
         const int bytes = (kUnit - there) * 128;
         for (int at = thread * 16; at < bytes; at += kGroup * 16)
 #pragma unroll
@@ -305,25 +251,23 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         fence_shared();
         turn_wait(kOwn + side, kGroup);
       }
-      if (KEPT) {
 #pragma unroll
-        for (int i = 0; i < kUnit / 2; ++i) s[i] = 0;
-      }
+      for (int i = 0; i < kUnit / 2; ++i) s[i] = 0;
       const Matrix queries(kAlong, smem(shared.queries)), keys(kAlong, mine.keys);
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int c = (i + kChunks - 1) % kChunks;  // in the order in which they come
-        if (i == 0 || piece_of(c) != piece_of((i + kChunks - 2) % kChunks)) {
+        if (i == 0 || part_of(c) != part_of((i + kChunks - 2) % kChunks)) {
           if (i > 0) end_products();
           if (i == 1 && after_values) end_values();
-          wait_full(mine, piece_of(c));
+          wait_full(mine, part_of(c));
           begin_products();
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const int ahead = c * kChunk + k * 32;
-          if (c >= kChunks - KEPT)
-            multiply_rows(s, kept + ((c - (kChunks - KEPT)) * 4 + k) * 4, keys + ahead);
+          if (c == kChunks - 1)
+            multiply_rows(s, kept + k * 4, keys + ahead);
           else
             multiply_keys(s, queries + ahead, keys + ahead, i + k > 0);
         }
@@ -378,13 +322,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
       item.end = __shfl_sync(~0u, item.end, 0), item.all_see = __shfl_sync(~0u, item.all_see, 0);
       const int count = __shfl_sync(~0u, item.units, 0), token0 = __shfl_sync(~0u, item.token0, 0);
       if (count == 0) break;
-      if (KEPT) {
 #pragma unroll
-        for (int i = 0; i < KEPT * 4; ++i) {
-          const int row = thread / 32 * 16 + lane % 16, c = i % 4 * 2 + lane / 16;
-          load4(kept + i * 4,
-                smem(shared.queries) + (kChunks - KEPT + i / 4) * kChunk + row * 128 + ((c ^ row % 8) << 4));
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int row = thread / 32 * 16 + lane % 16, c = i * 2 + lane / 16;
+        load4(kept + i * 4, smem(shared.queries) + (kChunks - 1) * kChunk + row * 128 + ((c ^ row % 8) << 4));
       }
       int sees[2];  // tokens, less this lane's first column
 #pragma unroll
@@ -449,15 +390,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           release_part(mine, 1 + side);
         };
         const auto take_pair = [&](int u, bool has_more) {
-          if (ORDER & 1) turn_arrive(kFirstAsked, kSides);
           take_own(u, has_more);
-          if (ORDER & 2) turn_wait(kSecondAsked, kSides);
           ask_values(true);
           end_own();
           turn_wait(kWeights + 1, kSides);
           follow();
           rescale();
-          wait_values(other);
+          wait_full(other, 1 + side);
           ask_values(false);
         };
         ask_scores(there(0), false);
@@ -483,7 +422,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
           turn_wait(kWeights, kSides);
           follow();
           rescale();
-          wait_values(other);
+          wait_full(other, 1 + side);
           ask_values(false);
         };
         const auto end_other = [&] {
@@ -493,9 +432,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
         };
         int u = 0;
         for (; u + 1 < count; u += 2, next()) {
-          if (ORDER & 1) turn_wait(kFirstAsked, kSides);
           ask_scores(there(u + 1), false);
-          if (ORDER & 2) turn_arrive(kSecondAsked, kSides);
           wait_products<0>();
           settle(s);
           release_part(mine, 0);
@@ -564,5 +501,4 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kBlock, 1)
                                    out + first_head * L, lse ? lse + first_head : nullptr);
     }
   }
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // others may still tell this block of slots
 }

@@ -55,15 +55,15 @@ def launch_sm90(
         pages, latents, np.int64(latents.stride(0)), turned, np.int64(turned.stride(0)), np.int32(turned.stride(1)),
         *lines, np.int32(cache.shape[2].bit_length() - 1), np.float32(scale), *into, np.int32(together),
     ]  # fmt: skip
-    launch(_kernel(element_macro(latents.dtype), together), (blocks,), _THREADS, arguments, _SHARED, True)
+    launch(_kernel(element_macro(latents.dtype)), (blocks,), _THREADS, arguments, _SHARED, True)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
     """See variants.py."""
     if capability != CAPABILITY:
         return []
-    return [_kernel(element_macro(dtype), together) for dtype in HALVES for together in (1, 2)]
+    return [_kernel(element_macro(dtype)) for dtype in HALVES]
 
 
-def _kernel(kind: dict[str, int], cluster: int) -> Kernel:
-    return kernel("latent/attend_sm90.cu", "attend_sm90", CLUSTER=cluster, **kind)
+def _kernel(kind: dict[str, int]) -> Kernel:
+    return kernel("latent/attend_sm90.cu", "attend_sm90", **kind)

@@ -13,17 +13,6 @@ __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
-// At the barrier in this place of a block of the cluster.
-__device__ __forceinline__ void barrier_arrive_of(uint32_t at, int rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 its;\n"
-      "mapa.shared::cluster.u32 its, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [its];\n"
-      "}" ::"r"(at),
-      "r"(rank)
-      : "memory");
-}
 // Once all copies that this thread has asked for are there, as one of the `count`.
 __device__ __forceinline__ void barrier_arrive_with_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
@@ -78,23 +67,9 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int
       "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier)
       : "memory");
 }
-// … for all of the first `blocks` blocks of this cluster: into the same place of their shared memory, counted there.
-__device__ __forceinline__ void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row, int place,
-                                                 uint32_t barrier, int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-      "%3, %4}], [%5], %6;" ::"r"(to),
-      "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier), "h"(static_cast<unsigned short>((1 << blocks) - 1))
-      : "memory");
-}
 // Asks for a tile to be in the L2 cache.
 __device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(element), "r"(row)
-               : "memory");
-}
-__device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, int row, int place) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(element), "r"(row),
-               "r"(place)
                : "memory");
 }
 // The other way, as far as the matrix goes: the tile is stored, or added to what is there (float32). wait_tiles waits

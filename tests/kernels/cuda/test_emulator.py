@@ -13,8 +13,7 @@ from torch import Tensor
 from allspan.kernels.cuda.jit.modules import Kernel
 from support.emulator.driver import EmulatedFault, EmulatorDriver
 
-KERNEL = '#include "ptx/ptx.cuh"\n#include "ptx/ptx_sm90.cuh"\n'
-KERNEL += 'extern "C" __global__ void f(float* out, const float* in) {{\n  {body}\n}}\n'
+KERNEL = '#include "ptx/ptx.cuh"\nextern "C" __global__ void f(float* out, const float* in) {{\n  {body}\n}}\n'
 STAGE = "DYNAMIC_SHARED(held); copy16(smem(held) + 16 * threadIdx.x, in + 4 * threadIdx.x, true); commit(); "
 TAKE = "out[threadIdx.x] = reinterpret_cast<float*>(held)[threadIdx.x ^ 32];"
 
@@ -64,14 +63,6 @@ def test_blocks_of_a_cluster_see_each_others_shared_memory_once_they_have_met(ru
     found = run(PUT + MEET + LOOK + MEET, threads=32, cluster=2)
     assert found.tolist() == [1.0] * 32 + [0.0] * 32
     assert run(PUT + "__syncthreads(); " + LOOK + MEET, threads=32, cluster=2).isnan().any()
-
-
-def test_a_barrier_of_another_block_is_told_by_its_place(run: Run) -> None:
-    begin = "DYNAMIC_SHARED(held); const uint32_t at = smem(held); if (!threadIdx.x) barrier_init(at, 32); " + MEET
-    end = "barrier_wait(at, 0); out[blockIdx.x * 32 + threadIdx.x] = 1; " + MEET
-    assert run(begin + "barrier_arrive_of(at, blockIdx.x ^ 1); " + end, threads=32, cluster=2).tolist() == [1.0] * 64
-    with pytest.raises(EmulatedFault, match="in vain"):
-        run(begin + "barrier_arrive_of(at, 0); if (!blockIdx.x) barrier_wait(at, 1); " + end, threads=32, cluster=2)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ struct PhaseBarrier {
   int bytes : 24, magic : 8;                                 // bytes: of tiles that have not come
 };
 static_assert(sizeof(PhaseBarrier) == 8);
-// `base`: of the shared memory; null: the block's.
-inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true, char* base = nullptr) {
+inline PhaseBarrier& phase_barrier(uint32_t at, bool must_be = true) {
   if (at % 8) emulator::fail("a barrier is not aligned");
-  auto& barrier = *reinterpret_cast<PhaseBarrier*>((base ? base : emulator::block.base) + at);
+  auto& barrier = *reinterpret_cast<PhaseBarrier*>(emulator::block.base + at);
   if (must_be && barrier.magic != 0x5a) emulator::fail("there is no barrier where one is used");
   return barrier;
 }
@@ -23,8 +22,8 @@ inline void barrier_init(uint32_t at, int count) {
   const auto many = static_cast<uint16_t>(count);
   phase_barrier(at, false) = {many, many, 0, 0, 0, 0x5a};
 }
-inline void barrier_count(uint32_t at, bool is_unfenced, int arrivals = 1, int bytes = 0, char* base = nullptr) {
-  PhaseBarrier& barrier = phase_barrier(at, true, base);
+inline void barrier_count(uint32_t at, bool is_unfenced, int arrivals = 1, int bytes = 0) {
+  PhaseBarrier& barrier = phase_barrier(at);
   barrier.is_unfenced |= is_unfenced;
   barrier.missing -= arrivals, barrier.bytes += bytes;
   if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase ^= 1;
@@ -33,10 +32,6 @@ inline void barrier_count(uint32_t at, bool is_unfenced, int arrivals = 1, int b
 inline void barrier_arrive(uint32_t at) {
   barrier_count(at, emulator::me->is_unfenced);
   emulator::yield();  // those that waited may be faster than what this thread does next
-}
-inline void barrier_arrive_of(uint32_t at, int rank) {
-  barrier_count(at, emulator::me->is_unfenced, 1, 0, emulator::at_block(emulator::block.base, rank));
-  emulator::yield();
 }
 inline void barrier_arrive_with_copies(uint32_t at) {
   commit();
@@ -71,8 +66,7 @@ struct alignas(64) TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 // Of each 4 bytes of a tile: where they are in shared memory and in the matrix, or null where it has none.
 template <class Visit>
-void visit_tile(const TensorMap& map, int element, int row, int place, uint32_t at, Visit&& visit,
-                char* base = nullptr) {
+void visit_tile(const TensorMap& map, int element, int row, int place, uint32_t at, Visit&& visit) {
   if (map.is_made != 0x5a5a) emulator::fail("a parameter is no tensor map");
   if (map.tile_elements * map.element_bytes != 128 || at % 1024)
     emulator::fail("a tile is not aligned or not 128 wide");
@@ -85,33 +79,23 @@ void visit_tile(const TensorMap& map, int element, int row, int place, uint32_t 
       const bool is_there = x >= 0 && x < map.elements && y >= 0 && y < map.rows && place >= 0 &&
                             static_cast<uint32_t>(place) < map.places;
       const int bytes = is_there ? static_cast<int>(std::min<long long>(4, (map.elements - x) * map.element_bytes)) : 0;
-      visit((base ? base : emulator::block.base) + to,
+      visit(emulator::block.base + to,
             is_there ? map.base + place * map.place_bytes + y * map.row_bytes + x * map.element_bytes : nullptr, bytes);
     }
 }
-inline void land_tile(const TensorMap& map, int element, int row, int place, uint32_t to, uint32_t barrier,
-                      char* base) {
-  const auto put = [](char* into, const char* from, int bytes) {
-    std::memset(into, 0, 4);
-    if (from) std::memcpy(into, from, bytes);
-  };
-  visit_tile(map, element, row, place, to, put, base);
-  barrier_count(barrier, false, 0, -static_cast<int>(map.tile_rows) * 128, base);
-}
 inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, int place, uint32_t barrier) {
-  emulator::block.later.push_back([=] { land_tile(map, element, row, place, to, barrier, emulator::block.base); });
-}
-inline void copy_tile_to_all(uint32_t to, const TensorMap& map, int element, int row, int place, uint32_t barrier,
-                             int blocks) {
-  for (int rank = 0; rank < blocks; ++rank)
-    emulator::block.later.push_back(
-        [=] { land_tile(map, element, row, place, to, barrier, emulator::at_block(emulator::block.base, rank)); });
+  emulator::block.later.push_back([=] {
+    visit_tile(map, element, row, place, to, [](char* into, const char* from, int bytes) {
+      std::memset(into, 0, 4);
+      if (from) std::memcpy(into, from, bytes);
+    });
+    barrier_count(barrier, false, 0, -static_cast<int>(map.tile_rows) * 128);
+  });
 }
 inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
   copy_tile(to, map, element, row, 0, barrier);
 }
 inline void fetch_tile(const TensorMap&, int, int) {}
-inline void fetch_tile(const TensorMap&, int, int, int) {}
 template <class Put>
 void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& put) {
   if (emulator::me->is_unfenced) emulator::fail("a tile is stored that has no fence behind it");
