@@ -53,4 +53,4 @@ class FusedOps(Protocol):
         rows: Tensor | None = None,
     ) -> None:
         """`rms_norm` of the residual stream, written to x, `linear` of that with the router's weight, and `route`: see
-        `with_fused_routers` of allspan.worker.program.program."""
+        `with_fused_routers` of allspan.worker.program.fused."""

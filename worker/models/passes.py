@@ -19,8 +19,9 @@ from allspan.worker.models.shard import split
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.program.fused import with_fused_routers, with_fused_sums, with_whole_logits
 from allspan.worker.program.profile import summed
-from allspan.worker.program.program import Program, Rows, with_fused_routers, with_fused_sums, with_whole_logits
+from allspan.worker.program.program import Program, Rows
 from allspan.worker.quant.base import LinearDelta
 from allspan.worker.step.backend import Backend, Executor
 from allspan.worker.step.buffer_sizes import ModelLimits

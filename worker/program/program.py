@@ -10,12 +10,11 @@ import enum
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from allspan.kernels.fused_ops import ExpertChoice, RouterProduct, RowNorm
 from allspan.kernels.ops import OpSet
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
@@ -107,48 +106,6 @@ class Program:
 def function_of(op: Op, ops: OpSet, collectives: Collectives) -> Callable[..., None]:
     """What runs an op of a program."""
     return collectives.program_ops[op.name] if op.name in COLLECTIVE_OPS else ops.op(op.name)
-
-
-def with_fused_sums(program: Program) -> Program:
-    """A sum over the ranks that is added to the residual stream and normed next is one op with that."""
-    ops: list[Op] = []
-    for op in program.ops:
-        if (
-            ops
-            and ops[-1].name == "all_reduce"
-            and op.name == "add_rms_norm"
-            and ops[-1].arguments[0] == op.arguments[0]
-        ):
-            ops[-1] = replace(op, name="all_reduce_add_rms_norm")
-        else:
-            ops.append(op)
-    return replace(program, ops=tuple(ops))
-
-
-_Values = tuple[Any, ...]
-
-
-def with_fused_routers(program: Program) -> Program:
-    """A norm of the residual stream, the product of a router with it and the choice of experts are one op."""
-    ops: list[Op] = []
-    for op in program.ops:
-        if op.name == "route" and [each.name for each in ops[-2:]] == ["rms_norm", "linear"]:
-            (residual, weight, eps, x), (read, *product) = (cast(_Values, each.arguments) for each in ops[-2:])
-            logits, bias, places, spec, *rest = cast(_Values, op.arguments)
-            if read == x and product[-1] == logits:
-                fused = RowNorm(weight, eps), x, RouterProduct(*product), ExpertChoice(bias, places, spec)
-                ops[-2:] = [replace(op, name="norm_route", arguments=(residual, *fused, *rest))]
-                continue
-        ops.append(op)
-    return replace(program, ops=tuple(ops))
-
-
-def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
-    """Every rank gets the columns of all, `widths` of each, instead of its own."""
-    whole = Slot(len(program.slots))
-    buffer = Buffer("logits.whole", Rows.LOGITS, (sum(widths),), "logits.whole", is_exact=True)
-    gather = Op("all_gather_columns", (program.output, widths, whole), Rows.LOGITS)
-    return Program((*program.slots, buffer), (*program.ops, gather), whole)
 
 
 def buffer_bytes(program: Program, capacity: Mapping[Rows, int], dtype: torch.dtype) -> int:

@@ -15,7 +15,8 @@ from allspan.kernels.fused_ops import ExpertChoice, RouterProduct, RowNorm
 from allspan.kernels.ops import Routing
 from allspan.kernels.reference import experts as reference
 from allspan.kernels.router_spec import RouterSpec
-from allspan.worker.program.program import ProgramBuilder, Rows, with_fused_routers
+from allspan.worker.program.fused import with_fused_routers
+from allspan.worker.program.program import ProgramBuilder, Rows
 from support.emulator.driver import EmulatorDriver
 
 EXPERTS = 36
