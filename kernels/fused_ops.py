@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
 if TYPE_CHECKING:
@@ -38,6 +39,27 @@ class ExpertChoice(NamedTuple, Generic[T]):
     spec: RouterSpec
 
 
+class AdapterMatrices(NamedTuple, Generic[T]):
+    """Both matrices of all adapters of a layer: the first as `OpSet.expert_linear` takes it, then those of
+    `AdapterWeights`."""
+
+    a: T
+    spec: PackedSpec
+    panels: T
+    ranks: T
+    ends: T
+
+
+class BaseProduct(NamedTuple, Generic[T]):
+    """A layer's own product, as `OpSet.packed_linear` takes it, and what becomes of it: "store", "add", or an
+    activation of `OpSet.packed_gated_linear`."""
+
+    weight: T
+    bias: T | None
+    spec: PackedSpec
+    epilogue: str
+
+
 class FusedOps(Protocol):
     """What an op set offers of these."""
 
@@ -54,3 +76,16 @@ class FusedOps(Protocol):
     ) -> None:
         """`rms_norm` of the residual stream, written to x, `linear` of that with the router's weight, and `route`: see
         `with_fused_routers` of allspan.worker.program.fused."""
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        adapters: AdapterMatrices[Tensor],
+        routing: Routing[Tensor],
+        base: BaseProduct[Tensor],
+        room: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """`packed_linear` or what else the epilogue says, with what `expert_linear` and `add_adapters` make of x added
+        before the activation. room [n, N], in the type of activations, holds anything afterwards; it is there where the
+        epilogue is an activation. See `with_fused_adapters` of allspan.worker.program.fused."""

@@ -77,7 +77,7 @@ REFERENCE = {
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
     **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
-    **{op: f"allspan.kernels.reference.adapters:{op}" for op in ADAPTER_OPS},
+    **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear")},
 }
 
 _COMPILED = (
@@ -90,7 +90,8 @@ _COMPILED = (
     *ADAPTER_OPS,
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
-CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows", "norm_route")}  # no decode of a CPU has them
+CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no decode of a CPU has them
+CPU |= {op: REFERENCE[op] for op in ("norm_route", "adapted_linear")}  # programs of CPUs are not changed for these
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -119,7 +120,9 @@ CUDA = {
     "route": "allspan.kernels.cuda.moe.route:route",
     "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
-    **{op: REFERENCE[op] for op in ADAPTER_OPS},
+    "route_adapters": "allspan.kernels.cuda.adapters.route:route_adapters",
+    "add_adapters": "allspan.kernels.cuda.adapters.expand:add_adapters",
+    "adapted_linear": "allspan.kernels.cuda.adapters.adapted_linear:adapted_linear",
     "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
     "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},

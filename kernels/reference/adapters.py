@@ -9,8 +9,11 @@ from torch import Tensor
 
 from allspan.kernels.adapter_layout import rows_of
 from allspan.kernels.adapter_ops import AdapterWeights
+from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
-from allspan.kernels.reference.experts import slots_by_place, sort_slots
+from allspan.kernels.reference.elementwise import gated_mul
+from allspan.kernels.reference.experts import expert_linear, slots_by_place, sort_slots
+from allspan.kernels.reference.packed_linear import packed_linear, packed_linear_add
 
 
 def route_adapters(adapters: Tensor, rows: Tensor | None, routing: Routing[Tensor]) -> None:
@@ -34,3 +37,22 @@ def add_adapters(x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Te
             found = own @ rows_of(weights.panels[place], parts, part)[:, :rank].double().T
             columns = slice(end - parts[part], end)
             out[rows, columns] = (out[rows, columns].float() + found.float()).to(out.dtype)
+
+
+def adapted_linear(
+    x: Tensor,
+    adapters: AdapterMatrices[Tensor],
+    routing: Routing[Tensor],
+    base: BaseProduct[Tensor],
+    room: Tensor | None,
+    out: Tensor,
+) -> None:
+    """See `FusedOps.adapted_linear`."""
+    weight, bias, spec, epilogue = base
+    low = torch.zeros(len(x), 1, adapters.spec.features, device=x.device)
+    expert_linear(x, adapters.a, None, adapters.spec, 0, routing, low)
+    product = out if epilogue in ("store", "add") else torch.empty(len(x), spec.features, device=x.device)
+    (packed_linear_add if epilogue == "add" else packed_linear)(x, weight, bias, spec, 0, product)
+    add_adapters(low[:, 0], AdapterWeights(*adapters[2:]), routing, product)
+    if product is not out:
+        gated_mul(product, epilogue, out)

@@ -1,4 +1,4 @@
-"""Ops of low-rank adapters, of every backend and instruction set that this machine can run."""
+"""Ops of low-rank adapters, of every backend and instruction set of processors that this machine can run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.adapter_layout import COLUMNS, panels_of, put_rows, rows_of
-from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.ops import Routing
 from allspan.kernels.table import op_set
+from support.adapter_cases import PARTS, ROUTED, ROWS, added, empty_routing, low_of, of_rows, weights_of
 from support.variants import CPU_VARIANTS, VARIANTS
-
-PLACES = 4
-
-
-def empty_routing(rows: int) -> Routing[Tensor]:
-    """Filled with what no op may leave there."""
-    integers = [torch.full((rows, 1), -9, dtype=torch.int32) for _ in range(2)]
-    starts = torch.full((1, PLACES + 1), -9, dtype=torch.int32)
-    return Routing(integers[0], torch.full((rows, 1), -9.0), integers[1], starts)
 
 
 def routed(backend: str, adapters: Tensor, rows: Tensor | None = None) -> Routing[Tensor]:
@@ -28,65 +18,38 @@ def routed(backend: str, adapters: Tensor, rows: Tensor | None = None) -> Routin
     return routing
 
 
-def of_rows(count: int, seed: int = 0) -> Tensor:
-    """A slot for each row, or none."""
-    return torch.randint(-1, PLACES, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-
-
+@pytest.mark.parametrize(("adapters", "rows", "places", "starts", "slots"), ROUTED)
 @pytest.mark.parametrize("backend", VARIANTS)
-def test_rows_are_sorted_by_their_adapters_and_those_without_left_out(backend: str) -> None:
-    routing = routed(backend, torch.tensor([2, -1, 0, 7, 2, -5, 0], dtype=torch.int32))
-    assert routing.places.flatten().tolist() == [2, -1, 0, -1, 2, -1, 0]
-    assert routing.starts[0].tolist() == [0, 2, 2, 4, 4]
-    assert routing.slots.flatten()[:4].tolist() == [2, 6, 0, 4]
+def test_rows_are_sorted_by_their_tokens_adapters_and_those_without_left_out(
+    backend: str,
+    adapters: list[int],
+    rows: list[int] | None,
+    places: list[int],
+    starts: list[int],
+    slots: list[int],
+) -> None:
+    tokens = None if rows is None else torch.tensor(rows, dtype=torch.int32)
+    routing = routed(backend, torch.tensor(adapters, dtype=torch.int32), tokens)
+    assert routing.places.flatten().tolist() == places
+    assert routing.starts[0].tolist() == starts
+    assert routing.slots.flatten()[: len(slots)].tolist() == slots
     assert set(routing.weights.flatten().tolist()) == {1.0}
 
 
-@pytest.mark.parametrize("backend", VARIANTS)
-def test_rows_of_logits_have_the_adapters_of_their_tokens(backend: str) -> None:
-    adapters, rows = torch.tensor([3, -1, 1, 1], dtype=torch.int32), torch.tensor([3, 0, 1], dtype=torch.int32)
-    routing = routed(backend, adapters, rows)
-    assert routing.places.flatten().tolist() == [1, 3, -1]
-    assert routing.starts[0].tolist() == [0, 0, 1, 1, 2]
-
-
-def weights_of(parts: tuple[int, ...], rank: int, dtype: torch.dtype) -> AdapterWeights[Tensor]:
-    """Adapters of lower ranks, too, behind which there is what must not be read."""
-    generator = torch.Generator().manual_seed(rank)
-    panels = torch.zeros(PLACES, panels_of(parts), rank, COLUMNS, dtype=dtype)
-    ranks = torch.randint(0, rank + 1, (PLACES, len(parts)), generator=generator, dtype=torch.int32)
-    for place in range(PLACES):
-        for part, outputs in enumerate(parts):
-            own = int(ranks[place, part])
-            put_rows(torch.randn(outputs, own, generator=generator).to(dtype), parts, part, panels[place])
-            first = panels_of(parts[:part])
-            panels[place, first : first + panels_of([outputs]), own:] = torch.nan
-    return AdapterWeights(panels, ranks, torch.tensor(parts, dtype=torch.int32).cumsum(0).int())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("parts", "rank"), [((40,), 8), ((70, 16, 129), 16), ((33, 33), 17), ((0, 48), 1)])
-@pytest.mark.parametrize("rows", [1, 2, 33, 300])
+@pytest.mark.parametrize(("parts", "rank"), PARTS)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("backend", VARIANTS)
 def test_products_of_parts_are_added_in_rows_with_adapters_alone(
     backend: str, rows: int, parts: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(rows)
     adapters, weights = of_rows(rows, rows), weights_of(parts, rank, dtype)
-    x = torch.randn(rows, len(parts) * rank, generator=generator)
-    before = torch.randn(rows, sum(parts), generator=generator)
+    x = low_of(rows, weights, adapters)
+    before = torch.randn(rows, sum(parts), generator=torch.Generator().manual_seed(rows + 1))
     out = before.clone()
     op_set(backend, 2).add_adapters(x, weights, routed(backend, adapters), out)
-    for row, place in enumerate(adapters.tolist()):
-        if place < 0:
-            assert torch.equal(out[row], before[row])
-            continue
-        sums = []
-        for part in range(len(parts)):
-            own = int(weights.ranks[place, part])
-            matrix = rows_of(weights.panels[place], parts, part)[:, :own].double()
-            sums.append(x[row, part * rank : part * rank + own].double() @ matrix.T)
-        torch.testing.assert_close(out[row].double(), before[row].double() + torch.cat(sums), rtol=1e-5, atol=1e-5)
+    assert torch.equal(out[adapters < 0], before[adapters < 0])
+    torch.testing.assert_close(out.double(), added(x, weights, adapters, before), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", CPU_VARIANTS)

@@ -1,0 +1,1 @@
+"""Low-rank adapters: rows sorted by their adapters, and the two products of each."""
