@@ -22,7 +22,6 @@ from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.model import Model
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
-from allspan.worker.quant.base import LinearShape
 from allspan.worker.step.inputs import GroupInputs, StepInputs
 from support.outside_window import Windowed
 from support.threads import ThreadWorld
@@ -108,17 +107,26 @@ class LowRank:
     def has(self, layer: str) -> bool:
         return layer.startswith("layers.")
 
-    def emit(self, program: ProgramBuilder, layer: str, shape: LinearShape, x: Slot, product: Slot) -> None:
+    def shrink(self, program: ProgramBuilder, layer: str, x: Slot) -> Slot:
         of_logits = program.rows(x) is Rows.LOGITS
         rows = program.input("logits_rows", Rows.LOGITS) if of_logits else None
-        weights = (program.named(f"lora.{layer}.{part}") for part in "ab")
-        program.op("low_rank", x, program.input("adapters"), rows, *weights, product)
+        low = program.scratch("low", x, 2)
+        program.op("low_rank", x, program.input("adapters"), rows, program.named(f"lora.{layer}.a"), low)
+        return low
+
+    def expand(self, program: ProgramBuilder, layer: str, low: Slot, product: Slot) -> None:
+        program.op("add_low_rank", low, program.named(f"lora.{layer}.b"), product)
 
 
-def low_rank(x: Tensor, adapters: Tensor, rows: Tensor | None, a: Tensor, b: Tensor, product: Tensor) -> None:
-    """product += x · aᵀ · bᵀ in rows whose adapter is 1; `rows` are the tokens that x has."""
+def low_rank(x: Tensor, adapters: Tensor, rows: Tensor | None, a: Tensor, low: Tensor) -> None:
+    """low = x · aᵀ in rows whose adapter is 1, else 0; `rows` are the tokens that x has."""
     chosen = adapters if rows is None else adapters[rows.long()]
-    product += (chosen == 1).float()[:, None] * (x.float() @ a.T @ b.T)
+    low.copy_((chosen == 1).float()[:, None] * (x.float() @ a.T))
+
+
+def add_low_rank(low: Tensor, b: Tensor, product: Tensor) -> None:
+    """product += low · bᵀ."""
+    product += low.float() @ b.T
 
 
 def _with_adapters(inputs: StepInputs, adapters: Mapping[int, int]) -> StepInputs:
@@ -132,7 +140,8 @@ def _with_adapters(inputs: StepInputs, adapters: Mapping[int, int]) -> StepInput
 def test_an_adapter_slot_changes_its_own_row_and_no_other(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "toy", Backend({"low_rank": f"{__name__}:low_rank"}))
+    ops = {name: f"{__name__}:{name}" for name in ("low_rank", "add_low_rank")}
+    monkeypatch.setitem(BACKENDS, "toy", Backend(ops))
     reference = save_tiny(tmp_path, "qwen2")
     config, ids = ModelConfig(path=str(tmp_path), name="tiny", quantization=quantization), IDS[:12]
     base = load_model(config, ThreadWorld(1).collectives[0], op_set("toy"), 24, 24, cache=CacheConfig(page_size=16))

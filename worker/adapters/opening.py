@@ -89,10 +89,6 @@ def _slots(holding: Holding, config: AdapterConfig, device: str, packer: Packer 
     parse_modules(config)
     if not (num_slots := most_slots(config)):
         return None
-    if device != HOST:
-        raise ConfigError(
-            f"adapters are asked for, which are not supported on {device}: use --device cpu, or leave out lora_modules"
-        )
     if holding.shard.stage != WHOLE:
         raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
     if holding.shard.attends_apart:

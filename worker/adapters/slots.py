@@ -22,7 +22,6 @@ from allspan.worker.models.layout import expected_shapes, layout
 from allspan.worker.models.pieces import Linear, Piece
 from allspan.worker.models.source import PieceSource
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
-from allspan.worker.quant.base import LinearShape
 from allspan.worker.step.backend import HOST
 from allspan.worker.weights.held_tensor import HeldTensor
 
@@ -126,17 +125,25 @@ class AdapterSlots:
     def has(self, layer: str) -> bool:
         return layer in self._layers
 
-    def emit(self, program: ProgramBuilder, layer: str, shape: LinearShape, x: Slot, product: Slot) -> None:
-        held = self._layers[layer]
-        routing = program.once(("adapters", program.rows(x)), lambda: self._route(program, program.rows(x)))
-        low = program.scratch("adapter", x, held.a.features)
-        a, *weights = (program.named(name) for name in held.tensors(self.num_slots))
-        slots = program.view(low, 1, held.a.features)
-        program.op("expert_linear", x, a, None, held.a, 0, routing, slots)
-        program.op("add_adapters", low, AdapterWeights(*weights), routing, product)
+    def shrink(self, program: ProgramBuilder, layer: str, x: Slot) -> Slot:
+        held, rows = self._layers[layer], program.rows(x)
+        features = held.a.features
+        low = program.buffer(f"adapter like {rows.value} {features}", rows, features, is_exact=True)
+        a, slots = program.named(next(iter(held.tensors(self.num_slots)))), program.view(low, 1, features)
+        program.op("expert_linear", x, a, None, held.a, 0, self._routing(program, rows), slots)
+        return low
+
+    def expand(self, program: ProgramBuilder, layer: str, low: Slot, product: Slot) -> None:
+        _, *names = self._layers[layer].tensors(self.num_slots)
+        weights = AdapterWeights(*(program.named(name) for name in names))
+        program.op("add_adapters", low, weights, self._routing(program, program.rows(low)), product)
+
+    def _routing(self, program: ProgramBuilder, rows: Rows) -> Routing[Slot]:
+        """A step's rows sorted by their adapters, once for all layers."""
+        return program.once(("adapters", rows), lambda: self._route(program, rows))
 
     def _route(self, program: ProgramBuilder, rows: Rows) -> Routing[Slot]:
-        """Appends the op that sorts a step's rows by their adapters."""
+        """Appends the op that sorts a step's rows."""
         name = f"adapters of {rows.value}"
         routing = Routing(
             program.buffer(f"{name}: places", rows, 1, is_integer=True),

@@ -141,16 +141,20 @@ class Holding:
         epilogue: Epilogue = Epilogue.STORE,
     ) -> None:
         """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it. A
-        delta lies between the product and its epilogue, which is an op of its own then."""
+        delta lies between the product and its activation, which is an op of its own then."""
         method, shape, weights = self._method(piece), self.shape_of(piece), self._slots(program, piece)
         if self.delta is None or not self.delta.has(piece.name):
             method.emit(program, shape, weights, x, out, epilogue)
             return
-        product = out if epilogue is Epilogue.STORE else program.scratch("adapted", out, shape.outputs)
-        method.emit(program, shape, weights, x, product)
-        self.delta.emit(program, piece.name, shape, x, product)
-        if epilogue is not Epilogue.STORE:
+        low = self.delta.shrink(program, piece.name, x)
+        if epilogue.activation:
+            product = program.scratch("adapted", out, shape.outputs)
+            method.emit(program, shape, weights, x, product)
+            self.delta.expand(program, piece.name, low, product)
             epilogue.finish(program, product, out)
+        else:
+            method.emit(program, shape, weights, x, out, epilogue)
+            self.delta.expand(program, piece.name, low, out)
 
     def experts(self, program: ProgramBuilder, piece: Linear) -> ExpertProducts:
         """What appends the products of a layer that every expert has. Raises ConfigError for a method whose weights are

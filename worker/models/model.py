@@ -160,11 +160,11 @@ class Model:
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one
         launch. Largest bucket first: all share its memory."""
-        self._passes.plain.steps.capture(inputs, record)
+        self._passes.capture(inputs, record)
 
     def forget_graphs(self) -> None:
         """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
-        self._passes.plain.steps.forget_graphs()
+        self._passes.forget_graphs()
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -19,13 +19,19 @@ from allspan.worker.models.shard import split
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.program.fused import with_fused_routers, with_fused_sums, with_whole_logits
+from allspan.worker.program.fused import (
+    with_fused_adapters,
+    with_fused_routers,
+    with_fused_sums,
+    with_whole_logits,
+)
 from allspan.worker.program.profile import summed
 from allspan.worker.program.program import Program, Rows
 from allspan.worker.quant.base import LinearDelta
 from allspan.worker.step.backend import Backend, Executor
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs
+from allspan.worker.step.model import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +111,21 @@ class Passes:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `StepRunner.run`."""
-        self.newest = self._all[-1] if inputs.adapters is not None else self.plain
+        self.newest = self._of(inputs)
         return self.newest.steps.run(inputs)
+
+    def capture(self, inputs: StepInputs, record: Record) -> None:
+        """See `StepRunner.capture`. What is recorded of any pass shares its memory with all others."""
+        others = [recording for each in self._all for recording in each.steps.recordings]
+        self._of(inputs).steps.capture(inputs, lambda forward: record(forward, others))
+
+    def forget_graphs(self) -> None:
+        """See `StepRunner.forget_graphs`."""
+        for each in self._all:
+            each.steps.forget_graphs()
+
+    def _of(self, inputs: StepInputs) -> ForwardPass:
+        return self._all[-1] if inputs.adapters is not None else self.plain
 
     def start_profile(self) -> None:
         """Times every op of the coming steps, from zero."""
@@ -128,4 +147,6 @@ class Passes:
             program = with_fused_sums(program)
         if "norm_route" not in self._ops.reference_ops:
             program = with_fused_routers(program)
+        if "adapted_linear" not in self._ops.reference_ops:
+            program = with_fused_adapters(program)
         return with_whole_logits(program, self._own_widths) if self._gathers else program

@@ -10,7 +10,7 @@ from torch import Tensor
 from allspan.protos.api.engine import OpProfile
 from allspan.worker.step.backend import Executor
 from allspan.worker.step.inputs import StepInputs, StepMetadata, axis_name, group_name
-from allspan.worker.step.model import Record, Recording
+from allspan.worker.step.model import Recording
 from allspan.worker.step.row_inputs import POSITION_AXES
 
 
@@ -56,10 +56,15 @@ class StepRunner:
         output = self._executor.run(*self._step)
         return output[: inputs.num_rows] if inputs.bucket else output
 
-    def capture(self, inputs: StepInputs, record: Record) -> None:
-        """See `allspan.worker.step.model.DeviceModel`."""
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """What has been captured."""
+        return tuple(self._graphs.values())
+
+    def capture(self, inputs: StepInputs, record: Callable[[Callable[[], Tensor]], Recording]) -> None:
+        """Has the device record the step by `record`; later steps in its place are replayed."""
         step = self._named(inputs)
-        self._graphs[inputs.place] = record(lambda: self._executor.run(*step), self._graphs.values())
+        self._graphs[inputs.place] = record(lambda: self._executor.run(*step))
 
     def forget_graphs(self) -> None:
         """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""

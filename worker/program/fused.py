@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from allspan.kernels.fused_ops import ExpertChoice, RouterProduct, RowNorm
+from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct, ExpertChoice, RouterProduct, RowNorm
 from allspan.worker.program.program import Buffer, Op, Program, Rows, Slot
 
 _Values = tuple[Any, ...]
@@ -40,6 +40,45 @@ def with_fused_routers(program: Program) -> Program:
                 continue
         ops.append(op)
     return replace(program, ops=tuple(ops))
+
+
+def with_fused_adapters(program: Program) -> Program:
+    """A layer's product, what adapters add to it, and the activation behind both are one op."""
+    ops: list[Op] = []
+    for op in program.ops:
+        ops.append(op)
+        if op.name == "add_adapters" and len(ops) > 2:
+            ops[-3:] = _adapted(*ops[-3:])
+        elif op.name == "gated_mul" and len(ops) > 1:
+            ops[-2:] = _activated(*ops[-2:])
+    return replace(program, ops=tuple(ops))
+
+
+_EPILOGUES = {"packed_linear": "store", "packed_linear_add": "add"}
+
+
+def _adapted(first: Op, product: Op, second: Op) -> tuple[Op, ...]:
+    """`adapted_linear`, or these as they are: a layer whose parts are held differently has several products."""
+    if first.name != "expert_linear" or product.name not in _EPILOGUES:
+        return first, product, second
+    x, a, _, low_spec, *_ = cast(_Values, first.arguments)
+    read, weight, bias, spec, _, out = cast(_Values, product.arguments)
+    _, weights, routing, changed = cast(_Values, second.arguments)
+    if read != x or out != changed:
+        return first, product, second
+    base = BaseProduct(weight, bias, spec, _EPILOGUES[product.name])
+    adapters = AdapterMatrices(a, low_spec, *weights)
+    return (replace(second, name="adapted_linear", arguments=(x, adapters, routing, base, None, out)),)
+
+
+def _activated(layer: Op, activation: Op) -> tuple[Op, ...]:
+    """`adapted_linear` with the activation, or these as they are."""
+    product, name, out = cast(_Values, activation.arguments)
+    if layer.name != "adapted_linear" or layer.arguments[-1] != product:
+        return layer, activation
+    x, adapters, routing, base, *_ = cast(_Values, layer.arguments)
+    base = base._replace(epilogue=name)
+    return (replace(layer, arguments=(x, adapters, routing, base, product, out)),)
 
 
 def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:

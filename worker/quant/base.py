@@ -108,9 +108,13 @@ class LinearDelta(Protocol):
     def has(self, layer: str) -> bool:
         """Whether it adds to this layer, named as its piece ("layers.3.qkv")."""
 
-    def emit(self, program: ProgramBuilder, layer: str, shape: LinearShape, x: Slot, product: Slot) -> None:
-        """Appends the ops of product += delta(x), row by row, before the epilogue. `x` and `product` are buffers of the
-        step's tokens, or, past the last attention, of its rows of logits; x has this rank's inputs."""
+    def shrink(self, program: ProgramBuilder, layer: str, x: Slot) -> Slot:
+        """Appends the ops that make of x, row by row, the few numbers of which `expand` makes a delta. x has this
+        rank's inputs, in a row for each of the step's tokens, or, past the last attention, for each of its rows of
+        logits. It comes before the layer's own product, which may meanwhile ask for its weight."""
+
+    def expand(self, program: ProgramBuilder, layer: str, low: Slot, product: Slot) -> None:
+        """Appends the ops of product += delta, before the activation. `low` is what `shrink` returned."""
 
 
 class LinearMethod(Protocol):

@@ -44,6 +44,8 @@ class BatchSizes:
     """See `RowInputs.prompt_lengths`."""
     scorer: Scorer | None = None
     """See `RowInputs.scorer`."""
+    num_adapters: int = 0
+    """See `RowInputs.num_adapters`."""
     attention_rank: int = 0
     """This rank among those that attend for requests of their own."""
     attention_ranks: int = 1
@@ -78,5 +80,6 @@ def batch_sizes(
         row_inputs.num_positions,
         row_inputs.prompt_lengths,
         row_inputs.scorer,
+        row_inputs.num_adapters,
         *attention,
     )

@@ -165,8 +165,9 @@ class InputBuffers(Protocol):
     def fill(
         self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
     ) -> StepInputs:
-        """All of `StepInputs`' tensors by name. `common`, in a step of decodes: see `SharedPages.of`. `num_requests` of
-        the step, those of other attention ranks among them; None: there are no others."""
+        """All of `StepInputs`' tensors by name; "adapters" only where a token has one. `common`, in a step of decodes:
+        see `SharedPages.of`. `num_requests` of the step, those of other attention ranks among them; None: there are no
+        others."""
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""

@@ -35,6 +35,7 @@ class StepBuffers:
             "logits_rows": sizes.max_logits_rows,
         }
         tokens = max(sizes.max_tokens, sizes.max_rows)
+        lengths["adapters"] = tokens
         if sizes.attention_ranks > 1:
             lengths |= {"own_rows": tokens, "own_places": tokens}
         changing = [*_CHANGING, *axis_names(sizes.num_positions)]

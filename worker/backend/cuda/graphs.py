@@ -92,13 +92,14 @@ class CudaSteps:
         torch.cuda.synchronize()
         logger.info(
             "captured %d steps: decode steps of %d sizes (1 to %d rows; %d also for rows that share tokens) and steps "
-            "with prompts of %d (to %d tokens) in %.1f s, %.2f GiB",
+            "with prompts of %d (to %d tokens)%s in %.1f s, %.2f GiB",
             count,
             len(buffers.buckets),
             buffers.buckets[-1],
             len(buffers.shared_rows.buckets),
             len(buffers.chunks),
             buffers.chunks[-1],
+            ", each with adapters and without," if buffers.has_adapters else "",
             time.monotonic() - started,
             max(0, free - torch.cuda.mem_get_info()[0]) / 2**30,
         )

@@ -69,6 +69,11 @@ class DeviceBuffers:
         """Most tokens of a step."""
         return self._sizes.max_tokens
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether steps may have tokens with adapters."""
+        return self._sizes.num_adapters > 0
+
     def owns(self, bucket: int) -> tuple[int, ...]:
         """Numbers of tokens of own requests that a step of `bucket` tokens may be padded to."""
         return own_buckets(bucket, self._sizes.attention_ranks)
@@ -77,6 +82,12 @@ class DeviceBuffers:
         self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
     ) -> StepInputs:
         """See `allspan.worker.step.inputs.InputBuffers`."""
+        if not self.has_adapters or "adapters" in values:
+            return self._fill(values, common, num_requests)
+        nobody = np.full(len(values["ids"]), -1, dtype=np.int32)
+        return replace(self._fill(values | {"adapters": nobody}, common, num_requests), adapters=None)
+
+    def _fill(self, values: dict[str, NDArray[Any]], common: Ints | None, num_requests: int | None) -> StepInputs:
         counts, tokens = np.diff(values["qo_indptr"]), len(values["ids"])
         decodes = int((counts == 1).sum())
         requests = len(counts) if num_requests is None else num_requests
@@ -105,8 +116,15 @@ class DeviceBuffers:
 
     def paddings(self) -> Iterator[StepInputs]:
         """Yields the steps to which others are padded, of nothing but padding, on the device: what needs most memory
-        first, and each when the one before is done with. Every rank gets steps of the same buckets in the same order.
+        first, and each when the one before is done with; where there are adapters, once for the pass with them and
+        once without. Every rank gets steps of the same buckets in the same order.
         """
+        for inputs in self._paddings():
+            yield inputs
+            if inputs.adapters is not None:
+                yield replace(inputs, adapters=None)
+
+    def _paddings(self) -> Iterator[StepInputs]:
         for bucket in reversed(self.chunks):
             for own in reversed(self.owns(bucket)):
                 yield self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket, own)

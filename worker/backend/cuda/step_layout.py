@@ -54,12 +54,13 @@ class InputNames:
         groups, states = range(len(lifetimes)), [i for i, each in enumerate(lifetimes) if each.is_state]
         self.num_groups = len(groups)
         slots = tuple(group_name("slots", group) for group in groups)
-        self.every = ("ids", "own_places") if has_others else ("ids",)
+        others, adapters = ("own_places",) if has_others else (), ("adapters",) if sizes.num_adapters else ()
+        self.every = ("ids", *others, *adapters)
         """One number a token."""
         self.tokens = ("positions", *axis_names(sizes.num_positions), *slots, *(("own_rows",) if has_others else ()))
         """One number a token that the rank attends for."""
         self.paddings: Mapping[str, int] = dict.fromkeys(
-            (*slots, *(("own_rows", *self.every) if has_others else ())), -1
+            (*slots, *adapters, *(("own_rows", "ids", *others) if has_others else ())), -1
         )
         """What stands for tokens that there are not, where that is no 0."""
         self.page_indptrs = ("page_indptr", *(group_name("page_indptr", group) for group in states if group))

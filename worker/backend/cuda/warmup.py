@@ -66,13 +66,15 @@ def _steps(buffers: DeviceBuffers, sizes: BatchSizes) -> Iterator[StepInputs]:
     whose products take time and whose kernels are the same. Nothing reads what the inputs say."""
     largest = min(sizes.max_tokens, sizes.max_rows * (sizes.max_model_len - 1))
     for tokens in (*(count for count in _PROMPTS if count < largest), largest):
-        yield _prompts(buffers, sizes, tokens)
+        for adapts in (True, False) if buffers.has_adapters else (False,):
+            yield _prompts(buffers, sizes, tokens, adapts)
     buffers.chunks = tuple(tokens for tokens in chunk_buckets(sizes.max_tokens) if tokens <= _MOST_CHUNK)
     yield from buffers.paddings()
 
 
-def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInputs:
-    """Returns the inputs of a step of `tokens` tokens in as few prompts as hold them, all of this rank's own."""
+def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int, adapts: bool) -> StepInputs:
+    """Returns the inputs of a step of `tokens` tokens in as few prompts as hold them, all of this rank's own, with
+    adapters or none."""
     rows = pages_of(tokens, sizes.max_model_len - 1)
     counts = np.sort(np.diff(np.linspace(0, tokens, rows + 1).astype(np.int64)))
     page_counts = -(-counts // sizes.page_size)
@@ -86,6 +88,8 @@ def _prompts(buffers: DeviceBuffers, sizes: BatchSizes, tokens: int) -> StepInpu
         "kv_lens": counts,
         "logits_rows": np.zeros(rows, dtype=np.int64),
     }
+    if not adapts:
+        values.pop("adapters", None)
     return buffers.fill(values)
 
 
