@@ -53,15 +53,20 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         at_least(self, {"batch_size": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0})
-        for batch in self.batches:
-            if not _BATCH.fullmatch(batch):
-                raise ConfigError(f"--batches has {batch!r}, must be REQUESTSxINPUTxOUTPUT, such as 64x1024x256")
+        batch_sizes(self.batches)
 
     @property
     def each(self) -> tuple[LatencyConfig, ...]:
         """The settings of each batch."""
-        sizes = [dict(zip(_SIZES, map(int, batch.split("x")), strict=True)) for batch in self.batches]
-        return tuple(replace(self, batches=(), **each) for each in sizes) or (self,)
+        return tuple(replace(self, batches=(), **each) for each in batch_sizes(self.batches)) or (self,)
+
+
+def batch_sizes(batches: Sequence[str]) -> list[dict[str, int]]:
+    """Returns `batch_size`, `input_len` and `output_len` of each of --batches. ConfigError for another text."""
+    for batch in batches:
+        if not _BATCH.fullmatch(batch):
+            raise ConfigError(f"--batches has {batch!r}, must be REQUESTSxINPUTxOUTPUT, such as 64x1024x256")
+    return [dict(zip(_SIZES, map(int, batch.split("x")), strict=True)) for batch in batches]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from allspan.client.bench.engine.adapters import ADAPTERS, AdaptersConfig, compared
@@ -21,8 +23,19 @@ def test_ratios_are_those_of_the_pairs_with_their_spread() -> None:
     }
     decode = report["decode_tokens_per_s"]
     assert (decode["ratio"], decode["ratio_spread"]) == (pytest.approx(0.95), [pytest.approx(0.9), 1.0])
-    lines = ADAPTERS.table(report).splitlines()
-    assert lines[-1].split() == ["decode", "20.0", "18.0", "0.950", "(0.900", "to", "1.000)"]
+    assert report["output_tokens_per_s"]["model"] == pytest.approx(2 * 64 / 3)
+    sizes = {"batch_size": 2, "input_len": 10, "output_len": 64, "distinct": 3}
+    lines = ADAPTERS.table({"cases": [sizes | report]}).splitlines()
+    assert lines[-2].split() == ["2x10x64", "3", "decode", "20.0", "18.0", "0.950", "(0.900", "to", "1.000)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"distinct": ("1", "-1")}, "--distinct has '-1'"), ({"batches": ("4x4",)}, "--batches has '4x4'")],
+)
+def test_batches_and_numbers_of_adapters_that_are_none_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AdaptersConfig(**settings)
 
 
 def test_a_cluster_without_adapters_is_refused_before_it_starts() -> None:
