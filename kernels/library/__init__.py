@@ -23,11 +23,13 @@ _MODULES = {
     "apply_rope_with_cos_sin_cache apply_rope_with_cos_sin_cache_inplace",
     "elementwise": "rmsnorm fused_add_rmsnorm gemma_rmsnorm gemma_fused_add_rmsnorm silu_and_mul",
     "quantised_rows": "quantise_rows rms_norm_quantised add_rms_norm_quantised silu_mul_quantised",
+    "adapters": "LoRAWeights bgmv sgmv",
     "sampling": "sampling_from_logits sampling_from_probs top_k_sampling_from_probs top_p_sampling_from_probs "
     "min_p_sampling_from_probs top_k_top_p_sampling_from_logits top_k_top_p_sampling_from_probs softmax",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 _NEAREST = {
+    "SegmentGEMMWrapper": "sgmv, which multiplies by both matrices of an adapter",
     "BatchAttention": "BatchPrefillWithPagedKVCacheWrapper, which takes single queries, too",
     "PODWithPagedKVCacheWrapper": "BatchPrefillWithPagedKVCacheWrapper, which takes single queries, too",
     "top_k_renorm_probs": "top_k_sampling_from_probs, which draws from what is left",
