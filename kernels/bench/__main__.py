@@ -29,6 +29,7 @@ GROUPS = {
     "cascade": "allspan.kernels.bench.cascade:cascade_cases",
     "linear": "allspan.kernels.bench.linear:linear_cases",
     "experts": "allspan.kernels.bench.mixtures:mixture_cases",
+    "adapters": "allspan.kernels.bench.adapters:adapter_cases",
     "elementwise": "allspan.kernels.bench.elementwise:elementwise_cases",
     "sampling": "allspan.kernels.bench.sampling:sampling_cases",
 }

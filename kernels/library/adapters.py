@@ -91,11 +91,17 @@ def bgmv(y: Array, x: Array, weights: LoRAWeights, indices: Array) -> None:
     own = ints("indices", indices, rows.device)
     if tuple(own.shape) != (len(rows),):
         raise ValueError(f"indices: {tuple(own.shape)} are not ({len(rows)},)")
-    integers = torch.empty(2, len(rows), 1, dtype=torch.int32, device=rows.device)
-    starts = torch.empty(1, weights.num_adapters + 1, dtype=torch.int32, device=rows.device)
-    routing = Routing(integers[0], torch.empty(len(rows), 1, device=rows.device), integers[1], starts)
-    weights.products.route(own, routing)
-    weights.products.add(rows, weights, routing, into)
+    weights.products.add(rows, weights, routed(weights, own), into)
+
+
+def routed(weights: LoRAWeights, indices: Tensor) -> Routing[Tensor]:
+    """Returns rows sorted by their adapters, whose indices are int32 [n]: all layers of a step can have the same."""
+    count, device = len(indices), indices.device
+    integers = torch.empty(2, count, 1, dtype=torch.int32, device=device)
+    starts = torch.empty(1, weights.num_adapters + 1, dtype=torch.int32, device=device)
+    routing = Routing(integers[0], torch.empty(count, 1, device=device), integers[1], starts)
+    weights.products.route(indices, routing)
+    return routing
 
 
 def sgmv(y: Array, x: Array, weights: LoRAWeights, seg_indptr: Array, weight_indices: Array) -> None:

@@ -16,6 +16,7 @@ TITLES = {
     "cascade": "Cascade attention",
     "linear": "Products",
     "experts": "Experts of a mixture",
+    "adapters": "Low-rank adapters",
     "elementwise": "Norms, SwiGLU and rotary embedding",
     "sampling": "Sampling",
 }

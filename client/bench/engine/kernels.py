@@ -14,7 +14,7 @@ from typing import Any
 from allspan.client.bench.report import columns
 from allspan.protos.api.errors import ConfigError, Unavailable
 
-GROUPS = ("decode", "prefill", "latent", "cascade", "linear", "experts", "elementwise", "sampling")
+GROUPS = ("decode", "prefill", "latent", "cascade", "linear", "experts", "adapters", "elementwise", "sampling")
 ABOUT = "The CUDA kernels beside FlashInfer, cuDNN, cuBLAS and torch, on one GPU, inside CUDA graphs; takes no MODEL."
 
 Report = dict[str, Any]
@@ -26,7 +26,7 @@ class KernelBenchConfig:
 
     only: str = ""
     """Times only these groups, separated by commas; empty times all: decode, prefill, latent,
-    cascade, linear, experts, elementwise, sampling."""
+    cascade, linear, experts, adapters, elementwise, sampling."""
     rounds: int = 7
     """Times every side this many times, in turns, and reports medians."""
     markdown: str = ""

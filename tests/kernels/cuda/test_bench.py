@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from allspan.kernels.bench.__main__ import GROUPS, as_json, cases, run
+from allspan.kernels.bench.adapters import Shape as Adapters
+from allspan.kernels.bench.adapters import build as build_adapters
 from allspan.kernels.bench.attention import INT8, UINT4, Shape, build_decode, build_prefill
 from allspan.kernels.bench.cascade import Shape as Sharing
 from allspan.kernels.bench.cascade import build as build_cascade
@@ -47,6 +49,7 @@ BUILDERS: dict[str, Callable[[str], Built]] = {
     "experts uint4": lambda device: build_experts(Mixture(3, "uint4", 128, 5, 2, 40), device),
     "experts mxfp4": lambda device: build_experts(Mixture(3, "mxfp4", 128, 5, 2, 40), device),
     "router": lambda device: build_router(Mixture(9, "bf16", 128, 5, 2, 40), device),
+    "adapters": lambda device: build_adapters(Adapters(5, 3, 16, 4, 96, 80), device),
     "greedy": lambda device: build_sampling(2, 300, None, device),
     "top_k": lambda device: build_sampling(3, 3000, Filter(50, 0.9), device),
     "top_p": lambda device: build_sampling(3, 3000, Filter(top_p=0.9), device),
@@ -81,6 +84,7 @@ def check(name: str, device: str) -> None:
     "name",
     [
         *("decode int8", "prefill", "cascade", "latent drafts", "norm", "rotary", "product int8", "greedy"),
+        "adapters",
         *("experts fp8", "experts mxfp4", "router"),
     ],
 )
@@ -94,7 +98,9 @@ def test_every_kind_of_case_finds_its_kernel_right(name: str) -> None:
     check(name, "cuda")
 
 
-@pytest.mark.parametrize("name", ["decode int8", "prefill", "norm", "product int8", "experts bf16", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["decode int8", "prefill", "norm", "product int8", "experts bf16", "adapters", "greedy"]
+)
 def test_a_case_finds_a_kernel_wrong_that_does_nothing(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = BUILDERS[name](device)
     monkeypatch.setattr("allspan.kernels.cuda.jit.modules.driver", lambda: Idle())
