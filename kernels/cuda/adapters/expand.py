@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 
@@ -18,9 +19,13 @@ from allspan.kernels.ops import Routing
 
 _ROWS = 4
 """Rows that a thread has at once."""
-_LEAST, _MOST, _WAVES = 8, 64, 6
+_LEAST, _MOST, _WAVES = 8, 64, 4
 """Rows of a tile: as many as leave so many thread blocks for each multiprocessor."""
+_FEW_ROWS = 256
+"""Rows from which on tensor cores multiply, for whom a tile has a multiple of 16."""
 _THREADS, _RANKS = 128, 16
+_MOST_LOW = 32 << 10
+"""Bytes of sums of a tile's rows that a block keeps."""
 _EXPANSION = struct.Struct("=10i")
 
 
@@ -62,7 +67,8 @@ def expand_gated(
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
         for other in (dtype, torch.float32):
-            yield from (_kernel(dtype, is_gated, other) for is_gated in (False, True))
+            forms = itertools.product((False, True), (False, True))
+            yield from (_kernel(dtype, is_gated, other, has_many) for is_gated, has_many in forms)
 
 
 def _launch(
@@ -80,22 +86,28 @@ def _launch(
     if n == 0 or columns == 0:
         return
     device = gpu(out.device)
-    each = max(_LEAST, min(_MOST, n * columns // (_WAVES * device.multiprocessors) // _LEAST * _LEAST))
-    blocks = columns, most_tiles(n, places + is_gated, each)
+    has_many = n > _FEW_ROWS
+    unit = 16 if has_many else _ROWS
+    row_bytes = 4 + 4 * parts * (-(-rank // 16) * 16 if has_many else rank + rank % 2)
+    each = max(_LEAST, min(_MOST, n * columns // (_WAVES * device.multiprocessors)))
+    each = max(unit, min(each, _MOST_LOW // row_bytes) // unit * unit)
+    most = -(-2 * _WAVES * device.multiprocessors // columns)
+    blocks = columns, min(most, most_tiles(n, places + is_gated, each))
     stride = 0 if product is None else product.stride(0)
     sizes = _EXPANSION.pack(places, n, each, count, rank, parts, splits, out.stride(0), stride, activation)
-    shared = (1 + is_gated) * _RANKS * _THREADS * 16 + _ROWS * parts * _RANKS * 4
+    shared = each * row_bytes + (0 if has_many else (1 + is_gated) * _RANKS * _THREADS * 16)
     if shared > device.shared_bytes:
         raise ValueError(f"ranks: {parts} parts of a layer are more than a thread block of this GPU takes")
-    what = _kernel(panels.dtype, is_gated, out.dtype if product is None else product.dtype)
+    what = _kernel(panels.dtype, is_gated, out.dtype if product is None else product.dtype, has_many)
     arguments = (*weights, sums, routing.starts, routing.slots, product, out, sizes)
     launch(what, blocks, _THREADS, arguments, shared, is_early=True)
 
 
-def _kernel(dtype: torch.dtype, is_gated: bool, other: torch.dtype) -> Kernel:
+def _kernel(dtype: torch.dtype, is_gated: bool, other: torch.dtype, has_many: bool) -> Kernel:
     """`other`: the type of out, or of a gated product."""
+    name = "expand_many" if has_many else "expand"
     macros = {"ROWS": _ROWS, "GATED": int(is_gated), "OUT_FLOATS": int(other == torch.float32)}
-    return kernel("adapters/expand.cu", "expand", **macros, **element_macro(dtype))
+    return kernel("adapters/expand.cu", name, **macros, **element_macro(dtype))
 
 
 def _check(sums: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor]) -> None:

@@ -1,6 +1,7 @@
 // The sort of a step's rows by their adapters: see `route_adapters` in kernels/adapter_ops.py. By one block, each warp
 // of which has a stretch of neighbouring rows, so that the order is the same each time: that of the rows. Those without
-// an adapter come last.
+// an adapter come last. No later kernel begins before this one has ended and what it wrote is there: they all read it
+// before they wait for the kernel ahead of them.
 #include "ptx/ptx.cuh"
 
 // adapters [tokens]; rows [count], tokens, or null. Written: places and weights [count], slots [count], starts
@@ -16,7 +17,6 @@ extern "C" __global__ void __launch_bounds__(1024)
   const int stretch = (count + blockDim.x - 1) / blockDim.x * 32;
   const int begin = min(warp * stretch, count), end = min(begin + stretch, count);
   for (int i = threadIdx.x; i < warps * keys; i += blockDim.x) counts[i] = 0;
-  let_next_begin();
   wait_for_ahead();
   __syncthreads();
   const auto key_of = [&](int row) {
@@ -69,4 +69,5 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     __syncwarp();
   }
+  __threadfence();
 }

@@ -1,8 +1,9 @@
 // Some rows of one adapter, which a thread block multiplies at once. Rows are sorted by adapter: `slots` has them in
 // the order of their places, `starts` where those of each place begin; behind the last place's lie those of no adapter.
 //
-// Who reads these before the kernel ahead has ended asks for weights by what is there then, nearly always what will be
-// there, and looks again afterwards. So whatever they hold, no tile is of a place or a row that is not there.
+// A kernel may read these before the one ahead has ended: nothing begins before route.cu has written them. Where others
+// have, they must be there before the kernel ahead begins. Whatever they hold, no tile is of a place or a row that is
+// not there.
 #pragma once
 #include "ptx/ptx.cuh"
 

@@ -2,8 +2,8 @@
 // deep as x. Bound by reading the matrices of the adapters that have rows, and of many rows by reading x.
 //
 // Compiled with ROW_TILES, of 8 rows, and FEATURE_TILES, of 16 features, of a block. Blocks are (row tile, features,
-// part of the inputs): sums of the parts are added up by the second product, which reads few numbers. A block asks for
-// its matrix before the kernel ahead has ended: see row_tile.cuh.
+// part of the inputs): sums of the parts are added up by the second product, which reads few numbers. A block goes on
+// to the next row tile but so many; for its first one it asks for the matrix before the kernel ahead has ended.
 //
 // Features are rows of the product on tensor cores, rows of x its columns; with inputs in the order in which a thread's
 // 16 bytes hold them, both are matrix fragments as they come. A set is 32 inputs; warps take sets in turn.
@@ -16,7 +16,7 @@
 #define FEATURE_TILES 1
 #endif
 constexpr int kWarps = 8, kThreads = kWarps * 32, kRows = 8 * ROW_TILES, kFeatures = 16 * FEATURE_TILES;
-constexpr int kAtOnce = ROW_TILES * FEATURE_TILES > 4 ? 2 : 5;  // sets of a warp
+constexpr int kAtOnce = ROW_TILES * FEATURE_TILES > 4 ? 2 : ROW_TILES > 1 ? 4 : 5;  // sets of a warp
 constexpr int kPitch = kFeatures + 4;
 
 // a [places][features][sets of 32]; x [rows, x_stride]; sums [parts of the inputs][rows][features].
@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   RowTile tile;
   int row = 0;  // lane i's, of the tile's i-th
-  const auto enter = [&] {
-    tile = row_tile(starts, places, rows, blockIdx.x, kRows, false);
+  const auto enter = [&](int index) {
+    tile = row_tile(starts, places, rows, index, kRows, false);
     row = row_of(tile, slots, rows, lane);
   };
   uint4 weights[kAtOnce][FEATURE_TILES][2], columns[kAtOnce][ROW_TILES];
@@ -65,55 +65,54 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
         const int at = (set + i * kWarps) * 32;
-        columns[i][n] = set + i * kWarps < end && at + t * 8 < inputs ? load16(from[n] + at) : make_uint4(0, 0, 0, 0);
+        const bool is_there = n * 8 + g < tile.count && set + i * kWarps < end && at + t * 8 < inputs;
+        columns[i][n] = is_there ? load16(from[n] + at) : make_uint4(0, 0, 0, 0);
       }
   };
 
   let_next_begin();
-  enter();
+  enter(blockIdx.x);
   if (tile.count) ask_weights(begin);
   wait_for_ahead();
-  const RowTile then = tile;
-  const int row_then = row;
-  if (then.count) ask_x(begin);
-  enter();
-  const bool is_other = tile.place != then.place || tile.count != then.count || row != row_then;
-  if (tile.count == 0) return;
-  if (__any_sync(~0u, is_other)) ask_weights(begin), ask_x(begin);
-
-  float sum[FEATURE_TILES][ROW_TILES][4] = {};
-  for (int set = begin; set < end;) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-      for (int f = 0; f < FEATURE_TILES; ++f) {
-        const uint4 &low = weights[i][f][0], &high = weights[i][f][1];
-        const uint32_t fragments[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-#pragma unroll
-        for (int n = 0; n < ROW_TILES; ++n) {
-          multiply(sum[f][n], fragments[0], columns[i][n].x, columns[i][n].y);
-          multiply(sum[f][n], fragments[1], columns[i][n].z, columns[i][n].w);
-        }
-      }
-    set += kWarps * kAtOnce;
-    if (set < end) ask_weights(set), ask_x(set);
-  }
-  // Lane 4 g + t has features g and g + 8 of rows 2 t and 2 t + 1.
-#pragma unroll
-  for (int f = 0; f < FEATURE_TILES; ++f)
-#pragma unroll
-    for (int n = 0; n < ROW_TILES; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        of_warps[(warp * kRows + n * 8 + t * 2 + e % 2) * kPitch + f * 16 + g + e / 2 * 8] = sum[f][n][e];
-  __syncthreads();
   float* const part = sums + static_cast<long long>(blockIdx.z) * rows * features;
-  for (int at = threadIdx.x; at < kRows * kFeatures; at += kThreads) {  // whole warps
-    const int i = at / kFeatures, f = at % kFeatures, feature = first_feature + f;
-    const int to = __shfl_sync(~0u, row, i % 32);
-    float total = 0;
+  for (int index = blockIdx.x; tile.count;) {
+    ask_x(begin);
+    float sum[FEATURE_TILES][ROW_TILES][4] = {};
+    for (int set = begin; set < end;) {
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += of_warps[(w * kRows + i) * kPitch + f];
-    if (i < tile.count && feature < features) part[static_cast<long long>(to) * features + feature] = total;
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int f = 0; f < FEATURE_TILES; ++f) {
+          const uint4 &low = weights[i][f][0], &high = weights[i][f][1];
+          const uint32_t fragments[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+#pragma unroll
+          for (int n = 0; n < ROW_TILES; ++n) {
+            multiply(sum[f][n], fragments[0], columns[i][n].x, columns[i][n].y);
+            multiply(sum[f][n], fragments[1], columns[i][n].z, columns[i][n].w);
+          }
+        }
+      set += kWarps * kAtOnce;
+      if (set < end) ask_weights(set), ask_x(set);
+    }
+    // Lane 4 g + t has features g and g + 8 of rows 2 t and 2 t + 1.
+#pragma unroll
+    for (int f = 0; f < FEATURE_TILES; ++f)
+#pragma unroll
+      for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          of_warps[(warp * kRows + n * 8 + t * 2 + e % 2) * kPitch + f * 16 + g + e / 2 * 8] = sum[f][n][e];
+    __syncthreads();
+    for (int at = threadIdx.x; at < kRows * kFeatures; at += kThreads) {  // whole warps
+      const int i = at / kFeatures, f = at % kFeatures, feature = first_feature + f;
+      const int to = __shfl_sync(~0u, row, i % 32);
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += of_warps[(w * kRows + i) * kPitch + f];
+      if (i < tile.count && feature < features) part[static_cast<long long>(to) * features + feature] = total;
+    }
+    __syncthreads();
+    enter(index += gridDim.x);
+    if (tile.count) ask_weights(begin);
   }
 }

@@ -17,11 +17,13 @@ from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
 
 _FEW_ROWS = 256
-"""Rows up to which blocks have a single tile of both sides: what counts is that all of the GPU reads matrices."""
+"""Rows up to which blocks have a single tile of features: what counts is that all of the GPU reads matrices."""
 _SETS, _MOST_SPLITS = 40, 16
 """Sets of 32 inputs of a block of few rows, five for each of its warps, and parts of the inputs at most."""
-_MANY = 4
-"""Row tiles of a block of many rows."""
+_FEWEST, _MANY = 64, 4
+"""Rows up to which blocks have a single tile of them, and tiles of many rows."""
+_WAVES = 4
+"""Blocks for each multiprocessor: those behind are done by the same ones."""
 
 
 def shrink(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> Tensor:
@@ -31,7 +33,7 @@ def shrink(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> 
     """
     _check(x, a, spec, routing)
     n, places, sets = len(x), len(a), k_tiles(spec)
-    row_tiles = 1 if n <= _FEW_ROWS else _MANY
+    row_tiles = 1 if n <= _FEWEST else 2 if n <= _FEW_ROWS else _MANY
     feature_tiles = 1 if n <= _FEW_ROWS else min(3, -(-spec.features // 16))
     tiles = most_tiles(n, places, 8 * row_tiles)
     splits = max(1, min(_MOST_SPLITS, -(-sets // _SETS)))
@@ -42,7 +44,9 @@ def shrink(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> 
         return sums
     if spec.inputs % 8 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = functional.pad(x, (0, -spec.inputs % 8))
-    blocks = tiles, -(-spec.features // (16 * feature_tiles)), splits
+    others = -(-spec.features // (16 * feature_tiles)), splits
+    most = -(-_WAVES * gpu(x.device).multiprocessors // (others[0] * splits))
+    blocks = min(tiles, most), *others
     sizes = (places, n, spec.features, x.shape[1], sets, x.stride(0))
     arguments = (a, x, routing.starts, routing.slots, sums, *map(np.int32, sizes))
     shared = 8 * 8 * row_tiles * (16 * feature_tiles + 4) * 4
@@ -57,7 +61,7 @@ def most_tiles(rows: int, places: int, each: int) -> int:
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
-        yield _kernel(dtype, 1, 1)
+        yield from (_kernel(dtype, rows, 1) for rows in (1, 2))
         yield from (_kernel(dtype, _MANY, features) for features in (1, 2, 3))
 
 

@@ -71,7 +71,7 @@ def test_products_of_parts_are_added_in_rows_with_adapters_alone(
 ) -> None:
     adapters, weights = of_rows(rows, rows), weights_of(parts, rank, dtype)
     x = low_of(rows, weights, adapters)
-    for kind, near in ((torch.float32, 1e-5), (dtype, 0.02)):
+    for kind, near in ((torch.float32, 1e-5 if rows <= 256 else 1e-4), (dtype, 0.02)):
         before = torch.randn(rows, sum(parts), generator=torch.Generator().manual_seed(rows + 1)).to(kind)
         out = poisoned(rows, sum(parts), dtype=kind, device=device)
         out.copy_(before)
@@ -119,7 +119,7 @@ def test_layers_with_adapters_are_their_products_together_and_alone_those_of_the
     a, a_spec = matrices(2 * rank, inputs, BF16)
     second = weights_of(parts, rank, BF16)
     bias = torch.randn(144, generator=torch.Generator().manual_seed(5))
-    for rows in (1, 7, 40):
+    for rows in (1, 7, 40, *((300,) if format_ == "bf16" else ())):
         adapters = of_rows(rows, rows + 1)
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(BF16)
         kind = torch.float32 if epilogue == "add" else BF16
