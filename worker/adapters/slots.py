@@ -111,12 +111,15 @@ class AdapterSlots:
             if not goes_on():
                 return {}
             staged |= self._staged(layer, folder, found)
-        return staged
+        if self.writes_beside_steps:
+            return staged
+        return {name: tensor.pin_memory() for name, tensor in staged.items()}  # `write` waits for no copy to a GPU
 
     def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
-        """Puts an adapter into a slot that no step which may still run reads."""
+        """Puts an adapter into a slot that no step which may still run reads; on a GPU behind the steps that are queued
+        and before those to come."""
         for name, tensor in staged.items():
-            self.tensors[name][slot].copy_(tensor)
+            self.tensors[name][slot].copy_(tensor, non_blocking=True)
 
     def load(self, slot: int, path: Path) -> None:
         """Reads a folder of PEFT's into a slot. Raises as `stage` does; then the slot is as before."""
