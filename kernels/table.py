@@ -77,7 +77,7 @@ REFERENCE = {
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
     **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
-    **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear")},
+    **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear", "expanded_linear")},
 }
 
 _COMPILED = (
@@ -88,6 +88,7 @@ _COMPILED = (
     *EXPERT_OPS,
     *LATENT_OPS,
     *ADAPTER_OPS,
+    "expanded_linear",
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
 CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no decode of a CPU has them
@@ -123,6 +124,7 @@ CUDA = {
     "route_adapters": "allspan.kernels.cuda.adapters.route:route_adapters",
     "add_adapters": "allspan.kernels.cuda.adapters.expand:add_adapters",
     "adapted_linear": "allspan.kernels.cuda.adapters.adapted_linear:adapted_linear",
+    "expanded_linear": REFERENCE["expanded_linear"],  # programs of GPUs are not changed for it
     "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
     "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from allspan.kernels.fused_ops import BaseProduct
 from allspan.kernels.ops import Routing
+from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.table import op_set
 from support.adapter_cases import PARTS, ROUTED, ROWS, added, empty_routing, low_of, of_rows, weights_of
+from support.packed_cases import random_weight
 from support.variants import CPU_VARIANTS, VARIANTS
 
 
@@ -50,6 +54,46 @@ def test_products_of_parts_are_added_in_rows_with_adapters_alone(
     op_set(backend, 2).add_adapters(x, weights, routed(backend, adapters), out)
     assert torch.equal(out[adapters < 0], before[adapters < 0])
     torch.testing.assert_close(out.double(), added(x, weights, adapters, before), rtol=1e-5, atol=1e-5)
+
+
+EXPANDED = [
+    ("bf16", "bf16", (70, 16, 129), 16, False, "store"),
+    ("f32", "f32", (40,), 8, False, "add"),
+    ("channel8", "a8", (72, 72), 17, True, "silu"),
+    ("group4", "a8", (33, 33), 16, True, "clamped_swiglu"),
+    ("bf16", "bf16", (0, 48), 1, False, "store"),
+]
+
+
+@pytest.mark.parametrize(("name", "activation", "parts", "rank", "interleaved", "epilogue"), EXPANDED)
+@pytest.mark.parametrize("rows", [1, 3, 150])
+@pytest.mark.parametrize("backend", VARIANTS)
+def test_what_adapters_add_goes_through_the_products_epilogue(
+    backend: str,
+    rows: int,
+    name: str,
+    activation: str,
+    parts: tuple[int, ...],
+    rank: int,
+    interleaved: bool,
+    epilogue: str,
+) -> None:
+    group = 64 if name == "group4" else 0
+    spec = PackedSpec(name, activation, parts, 128, group=group, interleaved=interleaved)
+    adapters, weights = of_rows(rows, rows), weights_of(parts, rank, torch.bfloat16)
+    low, generator = low_of(rows, weights, adapters), torch.Generator().manual_seed(rows)
+    x, bias = torch.randn(rows, 128, generator=generator), torch.randn(sum(parts), generator=generator)
+    weight, ops = random_weight(spec), op_set(backend, 2)
+    product, out = torch.zeros(rows, sum(parts)), torch.ones(rows, parts[0] if interleaved else sum(parts))
+    ops.packed_linear(x, weight, bias, spec, 0, product)
+    expected = added(low, weights, adapters, product if epilogue != "add" else product + out)
+    if interleaved:
+        expected = gated(expected[:, : parts[0]], epilogue, expected[:, parts[0] :])
+    plain, base = out.clone(), BaseProduct(weight, bias, spec, epilogue)
+    ops.expanded_linear(x, low, weights, routed(backend, adapters), base, out)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+    ops.expanded_linear(x, low, weights, routed(backend, torch.full_like(adapters, -1)), base, plain)
+    assert torch.equal(out[adapters < 0], plain[adapters < 0])
 
 
 @pytest.mark.parametrize("backend", CPU_VARIANTS)

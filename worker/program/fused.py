@@ -81,6 +81,39 @@ def _activated(layer: Op, activation: Op) -> tuple[Op, ...]:
     return (replace(layer, arguments=(x, adapters, routing, base, product, out)),)
 
 
+def with_expanded_products(program: Program) -> Program:
+    """A layer's product, what the second matrices of adapters add to it, and the activation behind both are one op."""
+    ops: list[Op] = []
+    for op in program.ops:
+        ops.append(op)
+        if op.name == "add_adapters" and len(ops) > 2 and ops[-3].name == "expert_linear":
+            ops[-2:] = _expanded(*ops[-2:])
+        elif op.name == "gated_mul" and len(ops) > 1:
+            ops[-2:] = _gated(*ops[-2:])
+    return replace(program, ops=tuple(ops))
+
+
+def _expanded(product: Op, second: Op) -> tuple[Op, ...]:
+    """`expanded_linear`, or these as they are."""
+    if product.name not in _EPILOGUES or product.arguments[-1] != second.arguments[-1]:
+        return product, second
+    x, weight, bias, spec, _, out = cast(_Values, product.arguments)
+    low, weights, routing, _ = cast(_Values, second.arguments)
+    base = BaseProduct(weight, bias, spec, _EPILOGUES[product.name])
+    return (replace(second, name="expanded_linear", arguments=(x, low, weights, routing, base, out)),)
+
+
+def _gated(layer: Op, activation: Op) -> tuple[Op, ...]:
+    """`expanded_linear` with the activation, or these as they are."""
+    product, name, out = cast(_Values, activation.arguments)
+    if layer.name != "expanded_linear" or layer.arguments[-1] != product:
+        return layer, activation
+    *values, base, _ = cast(_Values, layer.arguments)
+    if not base.spec.interleaved:
+        return layer, activation
+    return (replace(layer, arguments=(*values, base._replace(epilogue=name), out)),)
+
+
 def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:
     """Every rank gets the columns of all, `widths` of each, instead of its own."""
     whole = Slot(len(program.slots))

@@ -1,6 +1,5 @@
 // The ops of low-rank adapters.
-#include "bindings/routing.h"
-#include "linear/adapters.h"
+#include "bindings/adapters.h"
 
 namespace allspan {
 namespace {
@@ -19,12 +18,20 @@ Task route_adapters_op(Runtime&, OpArguments& args) {
 
 // x, (panels, ranks, ends), (places, weights, slots, starts), out.
 Task add_adapters_op(Runtime& runtime, OpArguments& args) {
-  const Tensor panels = args.weights(args.at(1), "panels", {kAny, kAny, kAny, kAdapterColumns});
+  AdapterArgs add = take_adapters(runtime, args, 0, 1, 4);
+  add.out = args.floats(args.at(8), "out", {add.rows, add.ends[add.parts - 1]}).floats();
+  return {add.rows, [add](Worker& worker, int64_t) { add_adapters(worker, add); }};
+}
+
+}  // namespace
+
+AdapterArgs take_adapters(Runtime& runtime, OpArguments& args, int x_at, int weights_at, int routing_at) {
+  const Tensor panels = args.weights(args.at(weights_at), "panels", {kAny, kAny, kAny, kAdapterColumns});
   const int64_t places = panels.shape[0], rank = panels.shape[2];
-  const Tensor ranks = args.ints(args.at(2), "ranks", {places, kAny});
+  const Tensor ranks = args.ints(args.at(weights_at + 1), "ranks", {places, kAny});
   const int64_t parts = ranks.shape[1];
-  const Tensor ends = args.ints(args.at(3), "ends", {parts});
-  const Tensor x = args.floats(args.at(0), "x", {kAny, parts * rank});
+  const Tensor ends = args.ints(args.at(weights_at + 2), "ends", {parts});
+  const Tensor x = args.floats(args.at(x_at), "x", {kAny, parts * rank});
   args.require(parts > 0, "there are no parts");
   int64_t end = 0, count = 0;
   for (int64_t part = 0; part < parts; ++part) {
@@ -34,22 +41,19 @@ Task add_adapters_op(Runtime& runtime, OpArguments& args) {
   }
   args.require(count == panels.shape[1], "panels are not as many as ends says");
   args.within(ranks.ints(), places * parts, "ranks", rank + 1);
-  const Tensor out = args.floats(args.at(8), "out", {x.shape[0], end});
-  const AdapterArgs add{&runtime.kernels(),
-                        x.floats(),
-                        static_cast<const char*>(panels.data),
-                        panels.type(),
-                        ranks.ints(),
-                        ends.ints(),
-                        parts,
-                        count,
-                        rank,
-                        take_routing(args, 4, x.shape[0], 1, places),
-                        out.floats()};
-  return {x.shape[0], [add](Worker& worker, int64_t) { add_adapters(worker, add); }};
+  return {&runtime.kernels(),
+          x.floats(),
+          static_cast<const char*>(panels.data),
+          panels.type(),
+          ranks.ints(),
+          ends.ints(),
+          x.shape[0],
+          parts,
+          count,
+          rank,
+          take_routing(args, routing_at, x.shape[0], 1, places),
+          nullptr};
 }
-
-}  // namespace
 
 std::vector<OpRow> adapter_ops() {
   return {

@@ -1,5 +1,8 @@
 // The ops of kernels/cpu/linear.
+#include "bindings/adapters.h"
 #include "bindings/ops.h"
+
+namespace nb = nanobind;
 
 namespace allspan {
 namespace {
@@ -14,36 +17,72 @@ Task linear(Runtime& runtime, OpArguments& args) {
   return {x.shape[0], [linear, &runtime](Worker& worker, int64_t rows) { runtime.linear(worker, linear, rows); }};
 }
 
-// x, weight, bias, spec, first column of out, of a gated product its activation, out: out is wider than the product
-// where several share it.
-Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
-  const auto spec = std::make_shared<PackedSpec>(args.spec(3));
-  const Tensor x = args.floats(args.at(0), "x", {kAny, spec->inputs});
-  const Tensor weight = args.bytes(args.at(1), "weight", {spec->panels, spec->panel_bytes});
-  const float* bias = args.is_none(2) ? nullptr : args.floats(args.at(2), "bias", {spec->features}).floats();
-  const int64_t column = args.number<int64_t>(4);
-  const Tensor out = args.floats(args.at(is_gated(epilogue) ? 6 : 5), "out", {x.shape[0], kAny});
-  const bool gated = is_gated(epilogue);
-  args.require(!gated || spec->interleaved, "a gated product needs interleaved parts");
-  const int64_t width = gated ? spec->parts[0] : spec->features;
+// x at 0; weight, bias and spec from `weight_at` on; `out_at`, which is wider than the product where several share it.
+PackedLinearArgs take_product(Runtime& runtime, OpArguments& args, const PackedSpec& spec, int weight_at, int out_at,
+                              int64_t column, Epilogue epilogue) {
+  const Tensor x = args.floats(args.at(0), "x", {kAny, spec.inputs});
+  const Tensor weight = args.bytes(args.at(weight_at), "weight", {spec.panels, spec.panel_bytes});
+  const bool has_bias = !args.is_none(weight_at + 1), gated = is_gated(epilogue);
+  const Tensor out = args.floats(args.at(out_at), "out", {x.shape[0], kAny});
+  args.require(!gated || spec.interleaved, "a gated product needs interleaved parts");
+  const int64_t width = gated ? spec.parts[0] : spec.features;
   args.require(column >= 0 && column + width <= out.shape[1], "the product leaves out's columns");
   PackedLinearArgs product{};
-  product.kernels = &linear_kernels(runtime.isa(), *spec);
+  product.kernels = &linear_kernels(runtime.isa(), spec);
   product.elementwise = &runtime.kernels();
   product.x = x.floats();
-  product.x_stride = spec->inputs;
+  product.x_stride = spec.inputs;
   product.weight = static_cast<const uint8_t*>(weight.data);
-  product.bias = bias;
+  product.bias = has_bias ? args.floats(args.at(weight_at + 1), "bias", {spec.features}).floats() : nullptr;
   product.out = out.floats() + column;
   product.out_stride = out.shape[1];
   product.epilogue = epilogue;
-  return {x.shape[0],
-          [product, spec](Worker& worker, int64_t rows) mutable {
-            PackedLinearArgs args = product;
-            args.spec = spec.get();
-            packed_linear(worker, args, rows);
+  return product;
+}
+
+// x, weight, bias, spec, first column of out, of a gated product its activation, out.
+Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
+  const auto spec = std::make_shared<PackedSpec>(args.spec(3));
+  const int64_t rows = args.floats(args.at(0), "x", {kAny, spec->inputs}).shape[0];
+  const int out_at = is_gated(epilogue) ? 6 : 5;
+  const PackedLinearArgs product =
+      take_product(runtime, args, *spec, 1, out_at, args.number<int64_t>(4), epilogue);
+  return {rows,
+          [product, spec](Worker& worker, int64_t rows) {
+            PackedLinearArgs own = product;
+            own.spec = spec.get();
+            packed_linear(worker, own, rows);
           },
           [spec, weight = product.weight](Worker& worker) { expect_packed(worker, *spec, weight); }};
+}
+
+// x, low, (panels, ranks, ends), routing, (weight, bias, spec, epilogue), out.
+Task expanded_linear(Runtime& runtime, OpArguments& args) {
+  struct Held {
+    PackedSpec spec;
+    AdapterArgs adapters;
+    std::vector<AdapterColumns> columns;
+  };
+  const auto held = std::make_shared<Held>(Held{args.spec(11), take_adapters(runtime, args, 1, 2, 5), {}});
+  const int64_t rows = args.floats(args.at(0), "x", {kAny, held->spec.inputs}).shape[0];
+  args.require(held->adapters.rows == rows, "low has not the rows of x");
+  int64_t end = 0;
+  args.require(held->adapters.parts == static_cast<int64_t>(held->spec.parts.size()), "ends has not the weight's parts");
+  for (int64_t part = 0; part < held->adapters.parts; ++part)
+    args.require(held->adapters.ends[part] == (end += held->spec.parts[part]), "ends has not the weight's parts");
+  held->columns = adapter_columns_of(held->spec);
+  const std::string name = nb::cast<std::string>(args.at(12));
+  const Epilogue epilogue = name == "store" ? Epilogue::kStore
+                            : name == "add" ? Epilogue::kAdd
+                                            : gated_epilogue(args, 12);
+  const PackedLinearArgs product = take_product(runtime, args, held->spec, 9, 13, 0, epilogue);
+  return {rows,
+          [product, held](Worker& worker, int64_t rows) {
+            PackedLinearArgs own = product;
+            own.spec = &held->spec, own.adapters = &held->adapters, own.adapter_columns = held->columns.data();
+            packed_linear(worker, own, rows);
+          },
+          [held, weight = product.weight](Worker& worker) { expect_packed(worker, held->spec, weight); }};
 }
 
 Task packed_linear_op(Runtime& runtime, OpArguments& args) { return packed_product(runtime, args, Epilogue::kStore); }
@@ -74,6 +113,7 @@ std::vector<OpRow> linear_ops() {
       {"packed_linear", 6, packed_linear_op},
       {"packed_linear_add", 6, packed_linear_add},
       {"packed_gated_linear", 7, packed_gated_linear},
+      {"expanded_linear", 14, expanded_linear},
       {"packed_embedding", 5, packed_embedding_op},
   };
 }

@@ -1,6 +1,8 @@
 #include "linear/adapters.h"
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 #include <vector>
 
 namespace allspan {
@@ -81,6 +83,26 @@ void add_adapters(Worker& worker, const AdapterArgs& a) {
       add(blocks[block], begin - first, stop - first);
     }
   });
+}
+
+void add_adapters_to(const AdapterArgs& a, const AdapterColumns& columns, int64_t row, int64_t rows, float* sums,
+                     int64_t stride) {
+  static const auto kInOrder = [] {
+    std::array<int32_t, kTileRows> numbers;
+    std::iota(numbers.begin(), numbers.end(), 0);
+    return numbers;
+  }();
+  const int64_t element = a.type == Type::kFloat32 ? 4 : 2, bytes = element * a.rank * kAdapterColumns;
+  const int32_t* const places = a.routing.places + row;
+  for (int64_t begin = 0, end; begin < rows; begin = end) {
+    const int64_t place = places[begin];
+    for (end = begin + 1; end < rows && end - begin < kTileRows && places[end] == place;) ++end;
+    if (place < 0) continue;
+    a.kernels->add_adapter({a.x + (row + begin) * a.parts * a.rank + columns.part * a.rank, a.parts * a.rank,
+                            a.weight + (place * a.panels + columns.panel) * bytes + columns.first * element, a.type,
+                            a.ranks[place * a.parts + columns.part], sums + begin * stride, stride, columns.count,
+                            kInOrder.data(), end - begin});
+  }
 }
 
 }  // namespace allspan

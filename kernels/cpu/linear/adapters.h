@@ -19,6 +19,7 @@ struct AdapterArgs {
   Type type;
   const int32_t* ranks;  // [num_places, parts], at most `rank`
   const int32_t* ends;   // [parts]: where the columns of each part end
+  int64_t rows;         // of x at most
   int64_t parts, panels, rank;
   Routing routing;  // of one choice a row
   float* out;       // [rows, ends[parts - 1]]
@@ -26,5 +27,13 @@ struct AdapterArgs {
 
 // out[row] += the product of the row and its adapter, of every row that has one.
 void add_adapters(Worker& worker, const AdapterArgs& args);
+
+// Columns [first, first + count) of a part that lie together, and the panel of the adapters' that they begin in.
+struct AdapterColumns {
+  int64_t part, panel, first, count;
+};
+// The same for a tile of sums: those of `rows` rows from `row` on, `stride` apart.
+void add_adapters_to(const AdapterArgs& args, const AdapterColumns& columns, int64_t row, int64_t rows, float* sums,
+                     int64_t stride);
 
 }  // namespace allspan

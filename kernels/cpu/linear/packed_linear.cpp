@@ -37,6 +37,19 @@ void fetch(const PackedLinearArgs& a, int64_t row, int64_t rows, int64_t panel, 
       __builtin_prefetch(a.out + (row + r) * a.out_stride + first + c, 1);
 }
 
+// Adds to the sums of a tile what its rows' adapters have for these columns.
+void add_adapters_to(const PackedLinearArgs& a, float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+  for (int64_t p = 0, next; p < panels; p = next) {
+    AdapterColumns columns = a.adapter_columns[panel + p];
+    for (next = p + 1; next < panels; ++next) {
+      const AdapterColumns& more = a.adapter_columns[panel + next];
+      if (more.part != columns.part || more.panel != columns.panel || columns.count % kFeatures) break;
+      columns.count += more.count;
+    }
+    add_adapters_to(*a.adapters, columns, row, rows, sums + p * kFeatures, kTileStride);
+  }
+}
+
 // The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
 void finish(const PackedLinearArgs& a, const float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
   for_stretches(a, panel, panels, [&](int64_t begin, Columns columns) {
@@ -82,6 +95,7 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
         } else {  // a rank without inputs
           std::memset(sums, 0, count * kTileStride * sizeof(float));
         }
+        if (a.adapters) add_adapters_to(a, sums, row, count, panel, panels);
         finish(a, sums, row, count, panel, panels);
       }
     }
@@ -97,6 +111,20 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
     }
   });
   if (kernels.end) kernels.end();
+}
+
+std::vector<AdapterColumns> adapter_columns_of(const PackedSpec& spec) {
+  std::vector<AdapterColumns> columns;
+  for (int64_t panel = 0; panel < spec.panels; ++panel) {
+    Columns at = columns_of(spec, panel);
+    int64_t part = 0, first_panel = 0;
+    for (; part + 1 < static_cast<int64_t>(spec.parts.size()) && at.first >= spec.parts[part]; ++part) {
+      at.first -= spec.parts[part];
+      first_panel += (spec.parts[part] + kAdapterColumns - 1) / kAdapterColumns;
+    }
+    columns.push_back({part, first_panel + at.first / kAdapterColumns, at.first % kAdapterColumns, at.count});
+  }
+  return columns;
 }
 
 void expect_packed(Worker& worker, const PackedSpec& spec, const uint8_t* weight) {
