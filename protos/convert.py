@@ -65,6 +65,7 @@ def options_to_wire(options: RequestOptions, message: pb.StartRequestMessage) ->
     message.priority = options.priority
     message.timeout_s = options.timeout_s or 0.0
     message.no_prefix_cache = not options.prefix_cache
+    message.no_speculation = not options.speculation
     message.cache_salt = options.cache_salt
     message.pooling = options.pooling
     message.adapter = options.adapter
@@ -76,6 +77,7 @@ def options_from_wire(message: pb.StartRequestMessage) -> RequestOptions:
         priority=message.priority,
         timeout_s=message.timeout_s or None,
         prefix_cache=not message.no_prefix_cache,
+        speculation=not message.no_speculation,
         cache_salt=message.cache_salt,
         pooling=message.pooling,
         adapter=message.adapter,

@@ -6,6 +6,7 @@ has a row for each that names its metric, and `/cluster` lists those that only r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
@@ -32,6 +33,10 @@ def counter(default: T, metric: Metric | None = None, is_total: bool = False, co
 
 def _added(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*histograms, strict=False)))
+
+
+def _added_up(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*lists, fillvalue=0)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +79,17 @@ class EngineCounters:
     prefix_hit_tokens: int = counter(0, Metric("prefix_cache_hits_total", "Of those, the tokens found."))
     prefix_host_hit_tokens: int = counter(0)
     """Number of the found tokens that came from the host tier."""
+    drafts: int = counter(
+        0, Metric("spec_decode_num_drafts_total", "Runs of drafts that were verified."), is_total=True
+    )
+    draft_tokens: int = counter(
+        0, Metric("spec_decode_num_draft_tokens_total", "Drafts that were verified."), is_total=True
+    )
+    accepted_tokens: int = counter(
+        0, Metric("spec_decode_num_accepted_tokens_total", "Of those, the drafts that were kept."), is_total=True
+    )
+    accepted_per_position: Sequence[int] = counter((), combine=_added_up)
+    """Drafts that were kept, by their position in their run."""
     host_s: float = counter(0.0)
     """Seconds of steps outside the model's forward pass."""
     model_s: float = counter(0.0)

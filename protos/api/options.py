@@ -32,6 +32,9 @@ class RequestOptions:
     adapter: str = ""
     """The name of the LoRA adapter that computes it together with the model; "": the model alone."""
 
+    speculation: bool = True
+    """False: no tokens are drafted for it where the server does that (`--speculative-config`)."""
+
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequest(f"priority is {self.priority!r}, must be an integer", "priority")
@@ -42,8 +45,9 @@ class RequestOptions:
             raise InvalidRequest(
                 f"pooling is {self.pooling!r}, must be one of {', '.join(POOLINGS)}, or empty for tokens", "pooling"
             )
-        if not isinstance(self.prefix_cache, bool):
-            raise InvalidRequest(f"prefix_cache is {self.prefix_cache!r}, must be true or false", "prefix_cache")
+        for name in ("prefix_cache", "speculation"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {value!r}, must be true or false", name)
         if not isinstance(self.cache_salt, str):
             raise InvalidRequest(f"cache_salt is {self.cache_salt!r}, must be text", "cache_salt")
         if len(self.cache_salt) > MAX_CACHE_SALT_CHARS:

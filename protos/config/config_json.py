@@ -19,6 +19,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.settings import CHOICES, LIMITS, STEP_SIZES, ParallelConfig, WorkerConfig
+from allspan.protos.config.speculation import speculation_of
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ def check(config: WorkerConfig) -> WorkerConfig:
             f"scheduler.max_num_batched_tokens is {budget}, must be at least max_num_seqs ({rows}): every running "
             "request may need a token in each step"
         )
+    speculation_of(config)
     threads, cpus = config.parallel.threads, config.parallel.cpus
     if cpus and len(cpus) != threads:
         raise ConfigError(f"parallel.cpus has {len(cpus)} processors, must have {threads}, one a thread, or none")

@@ -33,6 +33,7 @@ from allspan.protos.cluster import logs
 from allspan.protos.config.adapters import split_modules
 from allspan.protos.config.hf_overrides import parse_overrides
 from allspan.protos.config.known_elsewhere import flag_hint
+from allspan.protos.config.speculation import parse_speculation
 
 T = TypeVar("T")
 Convert = Callable[[str], Any]
@@ -242,8 +243,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-JSON_FIELDS = ("hf_overrides",)
-"""Fields whose value is the text of a JSON object."""
+JSON_FIELDS: Mapping[str, Convert] = {"hf_overrides": parse_overrides, "speculative_config": parse_speculation}
+"""Fields whose value is the text of a JSON object, and what reads it."""
 MODULE_FIELDS = ("lora_modules",)
 """Fields that are lists of NAME=PATH or JSON objects, whose flag takes several words as well."""
 
@@ -303,13 +304,17 @@ def build(cls: type[T], namespace: argparse.Namespace, **given: Any) -> T:
     return cls(**(values | given))
 
 
-def _json_object(text: str) -> str:
-    """The text of a JSON object, as it is."""
-    try:
-        parse_overrides(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"is no JSON object: {error}") from None
-    return text
+def _json_object(read: Convert) -> Convert:
+    """Converts what a flag is given by checking it."""
+
+    def convert(text: str) -> str:
+        try:
+            read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
+        return text
+
+    return convert
 
 
 def _modules(text: str) -> tuple[str, ...]:
@@ -321,7 +326,7 @@ def _modules(text: str) -> tuple[str, ...]:
 
 
 _TEXTS: Mapping[str, Convert] = {
-    **dict.fromkeys(JSON_FIELDS, _json_object),
+    **{name: _json_object(read) for name, read in JSON_FIELDS.items()},
     **dict.fromkeys(MODULE_FIELDS, _modules),
 }
 """The readers of fields whose text has a form of its own."""

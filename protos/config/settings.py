@@ -110,6 +110,10 @@ class SchedulerConfig:
     """Limits the requests that wait in the queue; a further one is refused with QueueFull (HTTP 429)."""
     async_scheduling: bool = True
     """Schedules and launches the next step on a GPU before the tokens of this one are known on the host."""
+    speculative_config: str = ""
+    """Turns speculative decoding on: a JSON object with vLLM's keys, such as {"method": "ngram",
+    "prompt_lookup_max": 4, "num_speculative_tokens": 8}, or {"method": "suffix"}, for which {} is enough. Answers do
+    not change. For CPUs."""
     stream_interval: int = 0
     """Streams the tokens of a request this many at a time; the first and the last are sent at once. 0 sends each step's
     tokens with the step, and joins those of several steps only while all processors are busy or the reader lags; 1
@@ -240,6 +244,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     max_queued_requests: int
     async_scheduling: bool
+    speculative_config: str
     stream_interval: int
     threads: int
     collectives: str

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.results import Output
+from allspan.protos.config.speculation import Speculation
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
@@ -99,7 +100,7 @@ def test_tokens_are_those_of_a_reference_without_pages(pages: tuple[int, int], m
     collected = Collected()
     core = two_kinds(pages, collected, max_num_batched_tokens=10)
     if most:
-        core.draft_with("prompt-lookup", most)
+        core.draft_with(Speculation("ngram", most, 3, 3))
     ones: list[Request] = []
     for number in range(10):
         prompt = [[2] * 21, [2] * 9, [3, 4] * 4][number % 3] + [number] * (1 + number % 4)

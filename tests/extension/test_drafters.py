@@ -10,10 +10,12 @@ import pytest
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.results import Output
-from allspan.worker.scheduler.drafting import DRAFTERS, PromptLookup
+from allspan.protos.config.speculation import Speculation
+from allspan.worker.scheduler.drafting import table
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, fake_core, request, step_until_idle
+from support.drafters import Guesses
 
 EOS = 96
 ASKED: list[dict[str, object]] = [
@@ -32,7 +34,7 @@ ASKED: list[dict[str, object]] = [
 ]
 
 
-class Toy:
+class Toy(Guesses):
     """Proposes what `tokens` has for a request, or something else."""
 
     def __init__(self, tokens: dict[bytes, tuple[int, ...]], kind: str) -> None:
@@ -41,7 +43,7 @@ class Toy:
         self._kind = kind
         self._random = random.Random(1)
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
+    def guess(self, request: Request, most: int) -> Sequence[int]:
         at = len(request.output_token_ids)
         right = self.tokens[request.request_id][at : at + most]
         proposed = [self._change(token) for token in right] + [5, 6, 99]
@@ -59,7 +61,7 @@ def play(most: int = 0, **limits: int) -> tuple[dict[bytes, Output], int]:
     core, _ = fake_core(collected=collected, eos=(EOS,), **limits)
     core.grammars.load_tokenizer = byte_tokenizer
     if most:
-        core.draft_with("toy", most)
+        core.draft_with(Speculation("toy", most))
     for number, asked in enumerate(ASKED):
         core.submit(request(number, [number + 1, 5, 6, 5], **{"max_tokens": 14, **asked}))
     step_until_idle(core)
@@ -77,7 +79,7 @@ def told(output: Output) -> tuple[object, ...]:
 def test_drafts_change_no_token(kind: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_steps = play(**limits)
     toy = Toy({key: output.token_ids for key, output in plain.items()}, kind)
-    monkeypatch.setitem(DRAFTERS, "toy", lambda: toy)
+    monkeypatch.setitem(table.DRAFTERS, "toy", lambda asked: (toy,))
     for most in (1, 4):
         found, steps = play(most, **limits)
         for key, output in plain.items():
@@ -86,13 +88,7 @@ def test_drafts_change_no_token(kind: str, limits: dict[str, int], monkeypatch: 
     assert {output.finish_reason for output in plain.values()} == {"stop", "length"}
 
 
-def test_an_unknown_drafter_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_method_is_refused_with_those_that_there_are() -> None:
     core, _ = fake_core()
-    with pytest.raises(ConfigError, match="drafter is 'eagle', must be one of prompt-lookup"):
-        core.draft_with("eagle", 3)
-
-
-def test_prompt_lookup_proposes_what_followed_the_last_time() -> None:
-    one = request(1, [1, 2, 3, 4, 5, 9, 1, 2, 3])
-    assert tuple(PromptLookup().propose(one, 2)) == (4, 5)
-    assert tuple(PromptLookup().propose(request(2, [1, 2, 3, 4]), 2)) == ()
+    with pytest.raises(ConfigError, match="speculation method is 'eagle', must be one of ngram, suffix"):
+        core.draft_with(Speculation("eagle", 3))

@@ -18,9 +18,9 @@ from allspan.worker.engine.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
-from allspan.worker.scheduler.plan import Join, StepPlan, StepResult
+from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, axis_names, group_name
+from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, StepInputs, axis_names, group_name
 from allspan.worker.step.model import PageTiers, RankAdapters
 from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
@@ -90,6 +90,21 @@ class Batch:
             nothing = np.zeros(0, dtype=np.int64)
             return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.num_leaves)
         return self._begin(plan, newest)
+
+    def trial(self, count: int) -> StepInputs:
+        """The inputs of a step with `count` tokens of one request, all with logits. For the time before the first
+        plan: its pages are the first ones, and the rows are left as they were."""
+        state, row = self._rows, np.zeros(1, dtype=np.int64)
+        state.enter(0, b"", np.zeros(1, dtype=np.int32), 0)
+        state.draft(0, [0] * (count - 1))
+        for group, lifetime in enumerate(self._lifetimes):
+            state.grant(Grant(0, tuple(range(1 if lifetime.is_state else -(-count // self._page_size))), group))
+        counts = np.full(1, count, dtype=np.int64)
+        values, _ = self._values(0, row, counts)
+        inputs = self.buffers.fill(values | self._attention_values(row, counts, values), None)
+        state.num_drafts[0] = 0
+        state.leave(0)
+        return inputs
 
     def part(self) -> None:
         """Says after `apply` that the next step is of other rows: this one's are not advanced in place."""

@@ -7,12 +7,13 @@ wrong in it ends the world: the ranks would no longer agree.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from allspan.protos.api.counters import EngineCounters
 from allspan.protos.api.errors import InternalError, InvalidRequest, QueueFull, Unavailable
 from allspan.protos.config.settings import WorkerConfig
+from allspan.protos.config.speculation import Speculation
 from allspan.worker.cache.page_log import PageLog
 from allspan.worker.engine.batch import Batch
 from allspan.worker.engine.inbox import Inbox
@@ -23,13 +24,16 @@ from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
 from allspan.worker.engine.runner import Runner
 from allspan.worker.engine.stage_runner import StageRunner
 from allspan.worker.engine.status import EngineState, EngineStatus
+from allspan.worker.engine.step_times import step_times
 from allspan.worker.load.attention_ranks import attention_place
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.counters import Load
-from allspan.worker.scheduler.drafting import Drafting, drafter_of
+from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.drafting import Drafting
+from allspan.worker.scheduler.drafting.table import drafters_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of
 from allspan.worker.scheduler.lookahead import BATCHES_A_STAGE, DEPTH, Lookahead, PipelineLookahead
 from allspan.worker.scheduler.page_manager import PrefixSettings
@@ -173,10 +177,17 @@ class EngineCore:
         self._check_leader()
         self.operations.rebalance(timeout)
 
-    def draft_with(self, drafter: str, most: int) -> None:
-        """Leader, before the first step: verifies up to `most` drafts of a request in a step. ConfigError for a drafter
-        that DRAFTERS does not have."""
-        self._planner.scheduler.drafting = Drafting(drafter_of(drafter), most, self.sampler.verifies_drafts)
+    def draft_with(self, asked: Speculation, seconds: Mapping[int, float] | None = None) -> None:
+        """Leader, before the first step: drafts tokens as is asked. `seconds` that steps of so many tokens take; None:
+        everything that is proposed is run, whether it pays or not. ConfigError for an unknown method."""
+        size, most = self.limits.vocab_size, self.limits.max_num_batched_tokens
+        costs = StepCosts(seconds, most) if seconds else None
+        drafting = Drafting(asked, drafters_of(asked), self.sampler.verifies_drafts, size, costs)
+        self._planner.scheduler.drafting = drafting
+
+    def time_steps(self, model: StepModel, collectives: Collectives) -> dict[int, float]:
+        """All ranks at once, before the first step: see `step_times`."""
+        return step_times(self._batch, model, collectives, self.limits)
 
     def reset_prefix_cache(self) -> None:
         """Leader: forgets every cached page; those in use are forgotten when they are given back. InvalidRequest on a

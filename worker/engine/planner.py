@@ -191,5 +191,6 @@ def _statistics(scheduler: Scheduler) -> dict[str, Any]:
         "adapter_swaps": scheduler.adapters.num_swaps,
         "prompt_tokens_per_s": prompt,
         "generated_tokens_per_s": generated,
+        "accepted_per_position": tuple(scheduler.counters.accepted_per_position),
         "step_tokens": tuple(scheduler.counters.step_tokens),
     }

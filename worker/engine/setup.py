@@ -19,6 +19,7 @@ from allspan.protos.api.errors import ConfigError, Unavailable
 from allspan.protos.api.wording import counted
 from allspan.protos.config.config_json import check, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
+from allspan.protos.config.speculation import speculation_of
 from allspan.protos.text.model_defaults import generation_defaults
 from allspan.worker.adapters.opening import check_adapters, open_adapters
 from allspan.worker.backend.table import open_backend
@@ -116,9 +117,19 @@ def load_engine(
     steps = backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat)
     if steps is not None:
         steps.capture()
+    _draft(core, config, loaded, collectives)
     weights = Weights(loaded, model, cache, collectives, _page_tensors(kv, host), await_others, steps)
     _set_operations(core, model, loaded, weights, head, ops, collectives)
     return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+
+
+def _draft(core: EngineCore, config: WorkerConfig, model: Model, collectives: Collectives) -> None:
+    """Has the leader draft tokens where the configuration asks for it; all ranks time steps for that."""
+    if (asked := speculation_of(config)) is None:
+        return
+    seconds = core.time_steps(model, collectives)
+    if core.is_leader:
+        core.draft_with(asked, seconds)
 
 
 def _page_tensors(caches: Sequence[KVCache], host: Sequence[HostPages]) -> list[Tensor]:

@@ -48,6 +48,9 @@ class Matcher(Protocol):
     def accepts(self, token_ids: list[int]) -> int:
         """How many of these tokens, from the first on, may come next. Consumes none."""
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, as the tokenizer spells it; often none."""
+
     def rollback(self, count: int) -> None:
         """Takes the last tokens back. Raises MatcherFailed."""
 

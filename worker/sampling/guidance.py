@@ -111,6 +111,9 @@ class GuidanceMatcher:
     def accepts(self, token_ids: list[int]) -> int:
         return int(self._matcher.validate_tokens(token_ids))
 
+    def forced(self) -> list[int]:
+        return list(self._matcher.compute_ff_tokens())
+
     def rollback(self, count: int) -> None:
         if not self._matcher.rollback(count):
             raise MatcherFailed(one_line(self._matcher.get_error()) or f"{count} tokens cannot be taken back")

@@ -54,6 +54,7 @@ class SchedulerCounters(EngineCounters):
     """The counters of an engine that the scheduler raises; the others keep their defaults here."""
 
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))
+    accepted_per_position: list[int] = field(default_factory=list)
     throughput: Throughput = field(default_factory=Throughput)
 
     def count_join(self, request: Request, looks_up: bool) -> None:
@@ -71,6 +72,16 @@ class SchedulerCounters(EngineCounters):
         if tokens := sum(run.num_tokens for run in runs):
             self.step_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += 1
             self.step_tokens_sum += tokens
+
+    def count_drafts(self, count: int, kept: int) -> None:
+        """Counts a request's drafts of a step, of which the first `kept` were right."""
+        self.drafts += 1
+        self.draft_tokens += count
+        self.accepted_tokens += kept
+        counts = self.accepted_per_position
+        counts += [0] * (kept - len(counts))
+        for position in range(kept):
+            counts[position] += 1
 
 
 @dataclass(frozen=True, slots=True)

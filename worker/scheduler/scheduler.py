@@ -21,11 +21,11 @@ from allspan.protos.api.errors import AllspanError, AlreadyExists, InternalError
 from allspan.protos.api.results import Output
 from allspan.worker.scheduler.adapter_table import AdapterTable
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting import Drafting
+from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.finish import NO_TOKEN, ONE_TOKEN, append, outputs_of, timed_out, timings, vector_end
 from allspan.worker.scheduler.invariants import Standing, check_standing
 from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.lookahead import Lookahead
+from allspan.worker.scheduler.lookahead import Flight, Lookahead
 from allspan.worker.scheduler.next_plan import NextPlan
 from allspan.worker.scheduler.owned_pages import page_memory
 from allspan.worker.scheduler.page_manager import PrefixHit, PrefixSettings
@@ -157,9 +157,7 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> list[Outcome]:
         """Takes in what the oldest step in flight made. Requests that ended meanwhile are passed over."""
-        flight = self.lookahead.land(result.step)
-        if flight is None:
-            raise InternalError(f"a result for step {result.step}, which is not the oldest one in flight")
+        flight = self._land(result)
         self._next.tokens_hash = result.tokens_hash
         self.counters.count_step(flight.plan.runs)
         now = self._clock()
@@ -192,6 +190,15 @@ class Scheduler:
         self.counters.throughput.generation.count(now, self.counters.generated_tokens - before)
         return outcomes
 
+    def _land(self, result: StepResult) -> Flight:
+        """The step in flight that this is the result of."""
+        flight = self.lookahead.land(result.step)
+        if flight is None:
+            raise InternalError(f"a result for step {result.step}, which is not the oldest one in flight")
+        if self.drafting:
+            self.drafting.learn(flight, result.tokens, self.counters)
+        return flight
+
     def _fill(self, step: StepBuilder) -> None:
         """Puts runs into the step. One that is ahead of others stays empty where these must be awaited."""
         if not step.is_ahead:
@@ -199,19 +206,8 @@ class Scheduler:
         self._schedule_prefills(self._schedule_decodes(step), step)
         if step.is_ahead and (step.must_wait or self._is_outranked()):
             step.withdraw()
-        if self.drafting and self.memory.can_retract:
-            self._draft(self.drafting, step)
-
-    def _draft(self, drafting: Drafting, step: StepBuilder) -> None:
-        """Adds drafts to decodes, with what is left of the step's budgets."""
-        for index, (request, run) in enumerate(zip(step.requests, step.runs, strict=True)):
-            if run.num_tokens > 1 or not request.num_unknown or not step.room:
-                continue
-            if drafts := drafting.propose(request, step.room, self.limits.vocab_size):
-                count, grants = self.memory.extend_for_drafts(request, len(drafts), self._running)
-                self._next.grants += grants
-                if count:
-                    step.draft(index, drafts[:count])
+        if self.drafting:
+            self._next.grants += self.drafting.fill(step, self.memory, self._running)
 
     def _is_outranked(self) -> bool:
         """Whether a waiting request goes before a running one by priority."""
@@ -382,6 +378,8 @@ class Scheduler:
         request.move(status)
         self.adapters.end(request)
         del self._requests[request.request_id]
+        if self.drafting:
+            self.drafting.forget(request)
         self._next.drops.append(request.request_id)
         self.counters.finished_requests += 1
         self.counters.cancelled_requests += status is RequestStatus.CANCELLED

@@ -91,7 +91,9 @@ def prompt_options_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Promp
     return PromptOptions(special, parse, last, request.sampling.max_tokens or None, begins)
 
 
-def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> RequestOptions:
+def options_of(
+    request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, remaining_s: float | None
+) -> RequestOptions:
     """`remaining_s`: what the call's deadline leaves; the shorter of it and timeout_s counts. InvalidRequest,
     DeadlineExceeded."""
     timeout = request.timeout_s or None
@@ -100,12 +102,18 @@ def options_of(request: pb.GenerateRequest, remaining_s: float | None) -> Reques
     asked = RequestOptions(
         priority=request.priority,
         timeout_s=timeout,
-        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else True,
+        prefix_cache=_unless_false(request, "prefix_cache"),
         cache_salt=request.cache_salt,
+        speculation=not isinstance(request, pb.GenerateRequest) or _unless_false(request, "speculation"),
     )
     if remaining_s is None or remaining_s >= (timeout or MAX_TIMEOUT_S):
         return asked
     return replace(asked, timeout_s=remaining_s)
+
+
+def _unless_false(request: Any, name: str) -> bool:
+    """An optional field that is true where it is not set."""
+    return getattr(request, name) if request.HasField(name) else True
 
 
 def responses(

@@ -120,6 +120,13 @@ def pages(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
                 yield (str(replica.index), state), getattr(told, f"pages_{state}")
 
 
+def accepted_drafts(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+    for replica in scene.view.replicas:
+        if (told := replica.statistics) is not None:
+            for position, count in enumerate(told.accepted_per_position):
+                yield (str(replica.index), str(position)), count
+
+
 def usage(used: int, total: int) -> float:
     return used / total if total else 0.0
 

@@ -1,6 +1,6 @@
 """The metrics of /metrics: a row a metric, each with its reader. docs/metrics.md has the same rows; a test compares.
 
-Names are those that vLLM's users know, with our prefix; speculative decoding and adapters are not served and have none.
+Names are those that vLLM's users know, with our prefix; and with vLLM's full names in `vllm_names`.
 """
 
 from __future__ import annotations
@@ -193,6 +193,13 @@ METRICS = (
         "Sizes of the KV cache.",
         ("replica", "page_size", "num_pages", "num_host_pages", "bytes"),
         read.cache_config,
+    ),
+    Metric(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "counter",
+        "Drafts that were kept, by their position in their run.",
+        ("replica", "position"),
+        read.accepted_drafts,
     ),
     Metric(
         "iteration_tokens_total",

@@ -38,6 +38,9 @@ _TOTALS: dict[str, Callable[[EngineStatistics], float]] = {
     "prefix_cache_queries_total": lambda told: told.prefix_query_tokens,
     "prefix_cache_hits_total": lambda told: told.prefix_hit_tokens,
     "kv_cache_usage_perc": lambda told: told.kv_usage,
+    "spec_decode_num_drafts_total": lambda told: told.drafts,
+    "spec_decode_num_draft_tokens_total": lambda told: told.draft_tokens,
+    "spec_decode_num_accepted_tokens_total": lambda told: told.accepted_tokens,
 }
 """Metrics of the replicas, and the value of their sums."""
 
@@ -48,6 +51,12 @@ def _total(value: Callable[[EngineStatistics], float]) -> Read:
             yield (), value(told)
 
     return read
+
+
+def _accepted_drafts(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
+    if (told := scene.view.statistics) is not None:
+        for position, count in enumerate(told.accepted_per_position):
+            yield (str(position),), count
 
 
 def _cache_config(scene: Scene) -> Iterator[tuple[tuple[str, ...], Value]]:
@@ -75,6 +84,8 @@ def _rows() -> Iterator[Metric]:
         yield Metric(_OTHER_NAMES.get(name, name), row.kind, row.help, row.labels, row.read)
     for name, value in _TOTALS.items():
         yield Metric(name, known[name].kind, f"{known[name].help} All replicas.", (), _total(value))
+    row = known["spec_decode_num_accepted_tokens_per_pos_total"]
+    yield Metric(row.name, row.kind, f"{row.help} All replicas.", ("position",), _accepted_drafts)
     yield Metric(
         "cache_config_info",
         "info",

@@ -28,7 +28,7 @@ _SAMPLING = {
     name: rule.request_type for name, (_, rule) in SAMPLING_FIELDS.items() if rule.request_type is not None
 } | {"bad_words": list[str]}
 """The fields of `SamplingParams` that requests share, with their types in JSON; `bad_words` become `bad_words_ids`."""
-_OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt")
+_OPTIONS = ("priority", "timeout_s", "prefix_cache", "cache_salt", "speculation")
 
 
 class _Strict(BaseModel):
@@ -86,6 +86,7 @@ class SamplingFields(_SamplingTable):
     # this project's own
     timeout_s: float | None = None
     prefix_cache: bool | None = None
+    speculation: bool | None = None
     # how prompt and output are read and shown; vLLM's
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

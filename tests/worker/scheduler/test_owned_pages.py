@@ -8,17 +8,17 @@ import pytest
 
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.scheduler.drafting import Drafting
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.page_manager import PageManager
 from allspan.worker.scheduler.request import Request
+from support.drafters import Guesses, drafting
 from support.simulated_kv import SimulatedRank, asked, continuation, rank
 
 
-class Guesses:
+class Right(Guesses):
     """Drafts that are right."""
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         return continuation([*request.prompt_token_ids, *request.output_token_ids], most)
 
 
@@ -196,7 +196,7 @@ def test_a_decode_that_makes_room_for_a_chunk_in_a_window_is_not_in_the_step():
 
 def test_drafts_get_a_page_where_others_of_their_rank_need_none():
     world = rank(attention_ranks=3, num_pages=16, max_num_seqs=3, max_num_batched_tokens=256, enabled=False)
-    world.scheduler.drafting = Drafting(Guesses(), 4, lambda params: True)
+    world.scheduler.drafting = drafting(Right(), 4, world.scheduler.limits.vocab_size)
     for number in range(3):  # 14 pages of 16 on each rank: two are left, fewer than run on all
         world.submit(asked(number, [number] * 55, max_tokens=5))
     world.step()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.cache.spec import ALL_TOKENS, PageLifetime
-from allspan.worker.scheduler.drafting import Drafting
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
+from support.drafters import Guesses, drafting
 from support.simulated_kv import Clock, SimulatedRank, asked, continuation, rank
 
 prompts = st.builds(
@@ -65,13 +65,13 @@ def groups(window: int, size: int, rows: int, step: int, kinds: str) -> dict[str
     return {"lifetime": lifetimes["w"] if kinds.startswith("w") else ALL_TOKENS, "more_groups": tuple(more)}
 
 
-class Guesses:
+class Mixed(Guesses):
     """A drafter that is right, wrong, or right for a while; it proposes too many tokens and ids that do not exist."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, most: int) -> list[int]:
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         right = continuation(tokens, self._random.randint(0, most + 2))
         return right + [self._random.choice([0, 5, 96, -1, 97]) for _ in range(self._random.randint(0, 3))]
@@ -80,7 +80,8 @@ class Guesses:
 def draft(world: SimulatedRank, most: int) -> None:
     """Up to `most` drafts of a request in a step; 0: none."""
     if most:
-        world.scheduler.drafting = Drafting(Guesses(most), most, lambda params: params.prompt_logprobs is None)
+        size = world.scheduler.limits.vocab_size
+        world.scheduler.drafting = drafting(Mixed(most), most, size, lambda params: params.prompt_logprobs is None)
 
 
 class Story:

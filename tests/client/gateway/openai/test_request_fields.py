@@ -42,7 +42,13 @@ SAMPLING: dict[str, Any] = {
     "allowed_token_ids": (4, 6, 84),
     "bad_words_ids": ((7, 8), (9,)),
 }
-OPTIONS: dict[str, Any] = {"priority": -3, "timeout_s": 7.5, "prefix_cache": False, "cache_salt": "tenant"}
+OPTIONS: dict[str, Any] = {
+    "priority": -3,
+    "timeout_s": 7.5,
+    "prefix_cache": False,
+    "cache_salt": "tenant",
+    "speculation": False,
+}
 
 
 def test_nothing_is_left_out_here() -> None:

@@ -1,0 +1,58 @@
+"""speculative_config: vLLM's keys, checked by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.config_json import check
+from allspan.protos.config.settings import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.config.speculation import parse_speculation
+
+
+def test_no_text_asks_for_none_and_an_empty_object_for_the_defaults() -> None:
+    assert parse_speculation("") is None
+    asked = parse_speculation("{}")
+    assert asked is not None
+    assert (asked.method, asked.num_speculative_tokens) == ("suffix", 31)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [("", (5, 5)), (', "prompt_lookup_max": 3', (3, 3)), (', "prompt_lookup_min": 2, "prompt_lookup_max": 4', (2, 4))],
+)
+def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple[int, int]) -> None:
+    asked = parse_speculation('{"method": "ngram", "num_speculative_tokens": 4' + ends + "}")
+    assert asked is not None
+    assert (asked.num_speculative_tokens, asked.prompt_lookup_min, asked.prompt_lookup_max) == (4, *expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1]", "must be a JSON object; write it as"),
+        ('{"method": "eagle3"}', "method is 'eagle3', must be suffix or ngram"),
+        ('{"model": "x"}', "has the key 'model', known are method, num_speculative_tokens"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0, must be from 1 to 63"),
+        ('{"num_speculative_tokens": true}', "num_speculative_tokens is 'True', must be of type int"),
+        ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, must be at most"),
+        ('{"suffix_decoding_min_token_prob": 2}', "is 2.0, must be from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_speculation(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "stages", "why"), [("cuda", 1, "not drafted on cuda"), ("cpu", 2, "not drafted in pipelines")]
+)
+def test_what_drafts_cannot_run_on_is_refused(device: str, stages: int, why: str) -> None:
+    config = WorkerConfig(
+        ModelConfig("x", "x", device=device),
+        ServiceConfig("-"),
+        scheduler=SchedulerConfig(speculative_config="{}"),
+        parallel=ParallelConfig(pipeline_parallel_size=stages),
+    )
+    with pytest.raises(ConfigError, match=why):
+        check(config)

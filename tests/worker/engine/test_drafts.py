@@ -1,0 +1,223 @@
+"""Speculative decoding with the compiled kernels: whatever is drafted, tokens and log-probabilities are the very same
+bits, on one to three ranks, in chunks, preempted, resumed, and in pages that others find."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from allspan.kernels.table import op_set
+from allspan.protos.api.grammar import Grammar
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.api.results import Output
+from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.config.speculation import Speculation
+from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.setup import load_engine
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.scheduler.counters import SchedulerCounters
+from allspan.worker.scheduler.drafting import table
+from allspan.worker.scheduler.request import Request
+from support.byte_tokenizer import byte_tokenizer
+from support.cores import Collected, request, step_until_idle
+from support.drafters import Guesses
+from support.threads import ThreadWorld
+from support.tiny_models import save_tiny
+
+pytest.importorskip("allspan.kernels.cpu._native", reason="the compiled kernels promise it; they are not built")
+
+VOCAB, EOS, PAGE = 260, 257, 16
+SCHEMA = Grammar("json_schema", '{"properties": {"name": {"type": "integer"}}, "required": ["name"]}')
+ASKED: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "top_k": 30, "top_p": 0.8},
+    {"temperature": 1.1, "min_p": 0.02},
+    {"temperature": 1.0, "typical_p": 0.7},
+    {"temperature": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"temperature": 0.7, "no_repeat_ngram_size": 2},
+    {"temperature": 0.0, "bad_words_ids": ((7,), (8, 9)), "logit_bias": {3: 2.0}},
+    {"temperature": 1.0, "stop_token_ids": tuple(range(0, 256, 9)), "min_tokens": 6},
+    {"temperature": 1.0, "stop_words_ids": tuple((token,) for token in range(0, 256, 11))},
+    {"temperature": 0.8, "allowed_token_ids": tuple(range(40, 60)), "prompt_logprobs": 2},
+    {"temperature": 1.0, "grammar": SCHEMA},
+    {"temperature": 1.0, "grammar": Grammar("regex", "[a-f]{3}(one|two) and [0-9]{2,30}")},
+    {"temperature": 0.0, "grammar": Grammar("choice", '["a first answer", "a second answer"]')},
+    {"temperature": 0.0, "max_tokens": 2},
+]
+
+
+class Adversary(Guesses):
+    """Proposes what `outputs` has for a request, changed as its `kind` says."""
+
+    def __init__(self, kind: str, outputs: dict[bytes, Output]) -> None:
+        self._kind = kind
+        self._outputs = outputs
+        self._random = random.Random(3)
+
+    def guess(self, request: Request, most: int) -> Sequence[int]:
+        at = len(request.output_token_ids)
+        right = list(self._outputs[request.request_id].token_ids[at : at + most])
+        if self._kind == "right":
+            found = right
+        elif self._kind == "wrong":
+            found = [(token + 1) % 256 for token in right] + [5] * most
+        elif self._kind == "impossible":
+            found = [*right[:1], -1, VOCAB, 2**31 - 1]
+        else:
+            found = [token if self._random.random() < 0.8 else self._random.randrange(VOCAB) for token in right]
+            found += [self._random.randrange(VOCAB) for _ in range(3 * most)]
+        return found
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder, "llama", eos_token_id=None, bos_token_id=None, head_dim=16, hidden_size=72, vocab_size=VOCAB)
+    return folder
+
+
+def asked() -> list[Request]:
+    rng = random.Random(5)
+    family = [rng.randrange(256) for _ in range(40)]
+    requests = []
+    for number, params in enumerate(ASKED):
+        prompt = family[: rng.randint(20, 40)] + [number] * rng.randint(1, 5)
+        requests.append(request(number, prompt, **{"max_tokens": 24, "logprobs": 20, **params}))
+    return requests
+
+
+def play(
+    folder: Path,
+    asks: Speculation | None = None,
+    requests: Sequence[Request] = (),
+    size: int = 1,
+    num_pages: int = 400,
+    budget: int = 64,
+    later: Sequence[Request] = (),
+) -> tuple[dict[bytes, Output], SchedulerCounters]:
+    """What each request gets on `size` ranks, those of `later` when the others are over; and what the leader has
+    counted."""
+    config = WorkerConfig(
+        ModelConfig(str(folder), "tiny", max_model_len=128),
+        ServiceConfig("-"),
+        CacheConfig(page_size=PAGE, kv_cache_bytes=2**30),
+        SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget),
+    )
+    world, collected, cores = ThreadWorld(size), Collected(), dict[int, EngineCore]()
+
+    def on_rank(rank: int) -> None:
+        collectives = world.collectives[rank] if size > 1 else LocalCollectives()
+        core = load_engine(config, op_set("cpu", 1), collectives, world.channels[rank] if size > 1 else None).core
+        core.grammars.load_tokenizer = byte_tokenizer
+        cores[rank] = core
+        if rank == 0 and asks is not None:
+            core.draft_with(asks)
+        for each in copy.deepcopy(requests or asked()):
+            core.submit(each)
+        world.barrier.wait(60)
+        if rank == 0:
+            core.on_outputs = collected
+            step_until_idle(core)
+            for each in copy.deepcopy(later):
+                core.submit(each)
+            step_until_idle(core)
+            core.shutdown()
+        core.run()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("allspan.worker.engine.setup.num_kv_pages", lambda cache, demand: (num_pages,))
+        patch.setattr("allspan.worker.engine.setup.ends_of", lambda model, spec: (EOS,))
+        world.run(on_rank)
+    assert not collected.errors
+    return collected.outputs, cores[0]._planner.scheduler.counters
+
+
+def told(outputs: dict[bytes, Output]) -> dict[bytes, tuple[object, ...]]:
+    """All but how long it took."""
+    return {
+        key: (each.token_ids, each.logprobs, each.finish_reason, each.stop_token_id, each.prompt_logprobs)
+        for key, each in outputs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> dict[int, dict[bytes, Output]]:
+    """What everyone gets without drafts, by the number of ranks."""
+    return {size: play(tiny, size=size)[0] for size in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("size", "num_pages", "budget"), [(1, 400, 64), (1, 6, 64), (1, 400, 7), (2, 400, 64), (3, 6, 20)]
+)
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "impossible"])
+def test_tokens_and_logprobs_are_the_same_bits(
+    tiny: Path, plain: dict[int, dict[bytes, Output]], kind: str, size: int, num_pages: int, budget: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table.DRAFTERS, "toy", lambda asked: (Adversary(kind, plain[size]),))
+        outputs, counters = play(tiny, Speculation("toy", 9), size=size, num_pages=num_pages, budget=budget)
+    assert told(outputs) == told(plain[size])
+    assert {each.finish_reason for each in outputs.values()} == {"stop", "length"}
+    assert counters.drafts
+    assert counters.preemptions if num_pages < 20 else not counters.preemptions
+    if kind == "right" and num_pages > 20:
+        assert counters.accepted_tokens > 0.9 * counters.draft_tokens
+    if kind == "wrong":
+        assert counters.accepted_tokens < 0.1 * counters.draft_tokens
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_the_drafters_change_no_bit_and_some_drafts_are_kept(
+    tiny: Path, plain: dict[int, dict[bytes, Output]], method: str
+) -> None:
+    outputs, counters = play(tiny, Speculation(method, 7, 1, 4))
+    assert told(outputs) == told(plain[1])
+    assert counters.accepted_tokens
+    assert sum(counters.accepted_per_position) == counters.accepted_tokens
+
+
+def test_requests_that_another_world_began_go_on_with_the_same_bits(
+    tiny: Path, plain: dict[int, dict[bytes, Output]]
+) -> None:
+    requests = [each for each in asked() if each.params.prompt_logprobs is None]
+    for each in requests:
+        tokens = plain[1][each.request_id].token_ids
+        each.num_resumed = len(tokens) // 2
+        each.output_token_ids = list(tokens[: each.num_resumed])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table.DRAFTERS, "toy", lambda asked: (Adversary("random", plain[1]),))
+        outputs, _ = play(tiny, Speculation("toy", 9), requests)
+    for each in requests:
+        whole, rest = plain[1][each.request_id], outputs[each.request_id]
+        assert (rest.token_ids, rest.logprobs) == (
+            whole.token_ids[each.num_resumed :],
+            (whole.logprobs or ())[each.num_resumed :],
+        )
+
+
+def test_no_page_that_others_find_has_the_keys_of_rejected_drafts(
+    tiny: Path, plain: dict[int, dict[bytes, Output]]
+) -> None:
+    first = request(1, range(30), max_tokens=60, temperature=1.0)
+    alone, _ = play(tiny, requests=[first])
+    answer = alone[first.request_id].token_ids
+    then = request(2, (*range(30), *answer[:-1]), max_tokens=4, logprobs=5)
+    expected, _ = play(tiny, requests=[then])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table.DRAFTERS, "toy", lambda asked: (Adversary("random", alone | expected),))
+        outputs, counters = play(tiny, Speculation("toy", 9), [first], later=[then])
+    assert outputs[first.request_id].token_ids == answer
+    assert told(outputs)[then.request_id] == told(expected)[then.request_id]
+    assert counters.prefix_hit_tokens >= 64
+
+
+def test_a_request_can_opt_out(tiny: Path, plain: dict[int, dict[bytes, Output]]) -> None:
+    one = request(1, [1, 2, 3, 1, 2, 3, 1, 2], max_tokens=20)
+    one.options = RequestOptions(speculation=False)
+    assert not play(tiny, Speculation(), [one])[1].drafts

@@ -1,0 +1,174 @@
+"""Drafters and the controller, without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from allspan.protos.api.options import RequestOptions
+from allspan.protos.config.speculation import Speculation
+from allspan.worker.scheduler.drafting import suffix
+from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
+from allspan.worker.scheduler.drafting.costs import GAIN, StepCosts
+from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
+from allspan.worker.scheduler.drafting.ngram import NgramDrafter
+from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
+from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
+from support.cores import request
+
+STEADY = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.25, 16: 1.6, 32: 2.4, 64: 4.2}
+"""What steps take on a machine whose weights are read in most of the time."""
+
+
+def ids(drafts: Sequence[Draft]) -> list[int]:
+    return [draft.token for draft in drafts]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_finds_the_longest_end_that_occurred_before(seed: int) -> None:
+    rng = random.Random(seed)
+    text, index = [rng.randrange(6) for _ in range(40)], TokenIndex()
+    while len(text) < 400:
+        index.extend(text[len(index) :])
+        context = text[-8:]
+        found = index.find(context, 8)
+        lengths = {
+            place: next((n for n in range(8) if text[place - 1 - n] != context[-1 - n]), 8)
+            for place in range(8, len(text))
+        }
+        recent = [place for place in lengths if lengths[place] >= SHORTEST][-12:]
+        longest = max((lengths[place] for place in recent), default=0)
+        if found is not None:
+            assert text[found.place - found.length : found.place] == context[-found.length :]
+            assert found.place < len(text)
+        assert (found.length if found else 0) >= longest or (found is not None and found.length == 8)
+        text += [rng.randrange(6) for _ in range(rng.randint(1, 9))]
+
+
+def test_an_index_takes_few_bytes_a_token() -> None:
+    index = TokenIndex()
+    for _ in range(100):
+        index.extend(range(300))
+    assert index.num_bytes <= 25 * len(index)
+
+
+def test_drafts_go_on_where_the_text_occurred_last() -> None:
+    drafter = SuffixDrafter(Speculation())
+    one = request(1, [1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 1, 2, 3])
+    assert ids(drafter.propose(one, (), 2)) == [7, 8]
+    assert ids(drafter.propose(one, (4,), 2)) == [5, 9]
+    assert drafter.propose(request(2, [1, 2, 3, 4]), (), 2) == ()
+
+
+def test_the_first_occurrence_is_what_ngram_goes_on_from() -> None:
+    drafter = NgramDrafter(Speculation("ngram", 4, 2, 3))
+    one = request(1, [1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 1, 2, 3])
+    assert ids(drafter.propose(one, (), 2)) == [4, 5]
+    one.output_token_ids += [4, 2, 3]
+    assert ids(drafter.propose(one, (), 3)) == [4, 5, 9]
+    one.output_token_ids += [6]
+    assert not drafter.propose(one, (), 3)
+
+
+def answered(drafter: SuffixDrafter, number: int, tokens: Sequence[int], **options: object) -> None:
+    one = request(number, [100, 101])
+    one.options = RequestOptions(**options)  # type: ignore[arg-type]
+    one.output_token_ids += tokens
+    drafter.forget(one)
+
+
+def asked(number: int, prompt: Sequence[int], **options: object) -> list[object]:
+    one = request(number, prompt)
+    one.options = RequestOptions(**options)  # type: ignore[arg-type]
+    return [one, (), 4]
+
+
+def test_earlier_answers_serve_their_own_salt_alone() -> None:
+    drafter = SuffixDrafter(Speculation())
+    answered(drafter, 1, range(10, 20), cache_salt="mine")
+    answered(drafter, 2, range(30, 40), prefix_cache=False)
+    assert ids(drafter.propose(*asked(3, [11, 12], cache_salt="mine"))) == [13, 14, 15, 16]  # type: ignore[arg-type]
+    for options in ({}, {"cache_salt": "other"}, {"cache_salt": "mine", "prefix_cache": False}):
+        assert not drafter.propose(*asked(4, [11, 12], **options))  # type: ignore[arg-type]
+    assert not drafter.propose(*asked(5, [31, 32]))  # type: ignore[arg-type]
+
+
+def test_earlier_answers_are_bounded_for_a_salt_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "MOST_SALT_TOKENS", 400)
+    monkeypatch.setattr(suffix, "MOST_SHARED_TOKENS", 1000)
+    drafter = SuffixDrafter(Speculation())
+    for number in range(60):
+        answered(drafter, number, range(number * 60, number * 60 + 50), cache_salt=str(number % 4))
+        assert drafter.num_shared_tokens <= 1000
+    last = drafter.propose(*asked(99, [59 * 60 + 3, 59 * 60 + 4], cache_salt="3"))  # type: ignore[arg-type]
+    assert ids(last) == [59 * 60 + 5 + i for i in range(4)]
+
+
+def test_no_earlier_answers_are_kept_where_none_are_asked_for() -> None:
+    drafter = SuffixDrafter(Speculation(suffix_decoding_max_cached_requests=0))
+    answered(drafter, 1, range(10, 20))
+    assert not drafter.num_shared_tokens
+
+
+class Even:
+    """Whatever it drafts is as likely as not."""
+
+    def propose(self, request: object, before: object, most: int) -> Sequence[Draft]:
+        return ()
+
+    def chance(self, kind: int) -> float:
+        return 0.5
+
+    def forget(self, request: object) -> None:
+        pass
+
+
+def test_chances_become_what_is_seen_for_the_request_first() -> None:
+    drafter: Drafter = Even()
+    acceptance, good, bad = Acceptance([drafter]), request(1, [1]), request(2, [1])
+    proposed = [Proposed(Draft(7), 0), Proposed(Draft(8), 0)]
+    for _ in range(12):
+        acceptance.learn(good, proposed, (7, 8, 9))
+        acceptance.learn(bad, proposed, (3,))
+    assert acceptance.chances(good, proposed)[0] > 0.85
+    assert acceptance.chances(bad, proposed)[0] < 0.25
+    acceptance.forget(good)
+    assert 0.3 < acceptance.chances(good, proposed)[0] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("chance", "tokens", "least", "most"), [(0.99, 1, 16, 31), (0.8, 1, 4, 12), (0.02, 1, 0, 0), (0.9, 60, 0, 0)]
+)
+def test_as_many_drafts_are_run_as_pay(chance: float, tokens: int, least: int, most: int) -> None:
+    costs = StepCosts(STEADY, 512)
+    assert least <= costs.most_useful([chance] * 31, tokens, tokens, False) <= most
+
+
+def test_steps_that_are_at_their_limit_are_not_drafted_for() -> None:
+    costs = StepCosts({1: 1.0, 64: 64.0}, 512)
+    assert not costs.can_gain(1, 1)
+    assert StepCosts(STEADY, 512).can_gain(1, 1)
+
+
+def test_drafts_that_take_longer_than_was_measured_are_given_up() -> None:
+    costs = StepCosts(STEADY, 512)
+    before = costs.most_useful([0.6] * 8, 1, 1, False)
+    for _ in range(20):
+        for tokens in (3, 5, 9):
+            costs.learn(1, False, 1.0)
+            costs.learn(tokens, True, 3 * costs._measured[tokens])
+    assert costs.seconds(4, True) / costs.seconds(4, False) > 1.5
+    assert before > costs.most_useful([0.6] * 8, 1, 1, False) == 0
+
+
+def test_a_machine_that_slows_down_changes_no_choice() -> None:
+    costs = StepCosts(STEADY, 512)
+    rng, before = random.Random(1), costs.most_useful([0.8] * 31, 1, 1, False)
+    for round in range(300):
+        tokens = rng.choice([1, 1, 5, 9])
+        costs.learn(tokens, tokens > 1, costs._measured[tokens] * (4 if round > 150 else 1) * rng.uniform(0.9, 1.1))
+    assert abs(costs.most_useful([0.8] * 31, 1, 1, False) - before) <= 3
+    assert costs.seconds(1, False) == pytest.approx(4, rel=0.3)
+    assert GAIN > 1

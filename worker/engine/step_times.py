@@ -1,0 +1,44 @@
+"""step_times: how long steps take by their tokens, measured before the first one."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from allspan.worker.engine.batch import Batch
+from allspan.worker.parallel.base import Collectives, all_ranks
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.step.model import StepModel
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ROUNDS = 7
+MOST_SECONDS = 3.0
+"""No further round is begun after so long."""
+
+
+def step_times(batch: Batch, model: StepModel, collectives: Collectives, limits: Limits) -> dict[int, float]:
+    """Returns for some numbers of tokens of one request the seconds of a forward pass on the slowest rank: the least of
+    several rounds. All ranks call it at once. Keys and values go into pages that nobody has yet."""
+    held = min(group.num_pages for group in limits.groups()) * limits.page_size
+    most = min(limits.max_chunk_tokens, limits.max_logits_rows, limits.max_model_len - 1, held)
+    found = {size: float("inf") for size in SIZES if size <= most}
+    began = time.perf_counter()
+    for _ in range(ROUNDS):
+        for size in found:
+            inputs = batch.trial(size)
+            started = time.perf_counter()
+            model.forward(inputs)
+            found[size] = min(found[size], time.perf_counter() - started)
+        if _slowest([time.perf_counter() - began], collectives)[0] > MOST_SECONDS:
+            break
+    return dict(zip(found, _slowest(list(found.values()), collectives), strict=True))
+
+
+def _slowest(seconds: list[float], collectives: Collectives) -> list[float]:
+    """The largest of all ranks, each."""
+    world = all_ranks(collectives)
+    mine = torch.tensor([[min(int(each * 1e6), 2**31 - 1) for each in seconds]], dtype=torch.int32)
+    everyone = torch.empty((world.size, len(seconds)), dtype=torch.int32)
+    world.all_gather_rows(mine, everyone)
+    return [each / 1e6 for each in everyone.max(0).values.tolist()]

@@ -1,0 +1,1 @@
+"""Drafts (speculative decoding): tokens that are proposed, and that no caller sees unless they are right."""

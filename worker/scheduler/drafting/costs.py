@@ -1,0 +1,86 @@
+"""StepCosts: what steps take by their tokens, and how many drafts pay for themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+GAIN = 1.03
+"""Tokens a second are to rise at least so much, else nothing is drafted: estimates err."""
+FAST, SLOW = 0.2, 0.1
+"""How far the machine's speed, and the cost of drafts beside that of plain steps, move towards what a step took."""
+_FARTHEST_STEP, _FARTHEST = 0.5, 0.7
+"""Logarithms: of what one step says at most, and of how far drafts may cost otherwise than was measured."""
+_CERTAIN = (1.0,) * 8
+
+
+class StepCosts:
+    """The seconds of a step: those that were measured when the model was warmed up, times what the machine has needed
+    of these lately, which others' work changes; for steps with drafts also times what these have taken beside plain
+    ones."""
+
+    def __init__(self, measured: Mapping[int, float], most_tokens: int) -> None:
+        """`measured`: tokens of a step → its seconds, of one token at least. `most_tokens`: of a step."""
+        self._measured = _interpolated(measured, most_tokens)
+        self._speed = 0.0
+        self._drafts: dict[int, float] = {}
+        """What drafts cost more, by the tokens of a step in powers of two. A logarithm, as the speed is."""
+        self._has_seen_any = False
+
+    def seconds(self, tokens: int, has_drafts: bool) -> float:
+        """What a step of so many tokens is expected to take."""
+        more = self._drafts.get(tokens.bit_length(), 0.0) if has_drafts else 0.0
+        return self._measured[min(tokens, len(self._measured) - 1)] * math.exp(self._speed + more)
+
+    def learn(self, tokens: int, has_drafts: bool, seconds: float) -> None:
+        """A step without prompts has taken so long."""
+        if seconds <= 0 or not 0 < tokens < len(self._measured):
+            return
+        error = math.log(seconds / self.seconds(tokens, has_drafts))
+        if not self._has_seen_any:
+            self._has_seen_any, self._speed = True, error
+            return
+        error = min(max(error, -_FARTHEST_STEP), _FARTHEST_STEP)
+        self._speed += FAST * error
+        if has_drafts:
+            size = tokens.bit_length()
+            more = self._drafts.get(size, 0.0) + SLOW * error
+            self._drafts[size] = min(max(more, -_FARTHEST), _FARTHEST)
+
+    def can_gain(self, tokens: int, expected: float) -> bool:
+        """Whether drafts would pay, were they certain to be kept, in a step of so many tokens that yields
+        `expected`."""
+        return expected > 0 and self.most_useful(_CERTAIN, tokens, expected, False) > 0
+
+    def most_useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool) -> int:
+        """Returns how many drafts make tokens a second most; `chances` of each, those before it being kept. `expected`
+        tokens come of the step as it is."""
+        best, count = GAIN * expected / self.seconds(tokens, has_drafts), 0
+        whole = 1.0
+        for i, chance in enumerate(chances, 1):
+            whole *= chance
+            expected += whole
+            rate = expected / self.seconds(tokens + i, True)
+            if rate > best:
+                best, count = rate, i
+            elif whole < 0.02:
+                break
+        return count
+
+
+def _interpolated(measured: Mapping[int, float], most_tokens: int) -> list[float]:
+    """The seconds of steps of 0 to `most_tokens` tokens: never fewer than those of a shorter one, straight between
+    what was measured, and beyond."""
+    points = sorted(measured)
+    seconds = [measured[points[0]]]
+    for point in points[1:]:
+        seconds.append(max(seconds[-1], measured[point]))
+    found: list[float] = []
+    for tokens in range(most_tokens + 1):
+        last = next((i for i, point in enumerate(points[1:-1], 1) if tokens <= point), len(points) - 1)
+        if last == 0 or tokens <= points[0]:
+            found.append(seconds[0])
+            continue
+        slope = (seconds[last] - seconds[last - 1]) / (points[last] - points[last - 1])
+        found.append(seconds[last] + slope * (tokens - points[last]))
+    return found

@@ -1,0 +1,131 @@
+"""Drafting: drafts for the decodes of a step, and what is learnt from them.
+
+Replay verification: at every drafted position the sampler draws the token that it draws without drafts, by the same
+(seed, position); the longest prefix of drafts that agrees is kept, and the first token that differs replaces its draft.
+Whatever a drafter proposes, a request's tokens do not change. Drafts are run where they are expected to pay: see
+`StepCosts.most_useful`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.speculation import Speculation
+from allspan.worker.scheduler.counters import SchedulerCounters
+from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
+from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.drafter import Drafter
+from allspan.worker.scheduler.drafting.forced import ForcedTokens
+from allspan.worker.scheduler.lookahead import Flight
+from allspan.worker.scheduler.owned_pages import OwnedPages
+from allspan.worker.scheduler.page_manager import PageManager
+from allspan.worker.scheduler.plan import Grant
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.step_builder import StepBuilder
+
+Verifies = Callable[[SamplingParams], bool]
+"""Whether the sampler can draw several tokens of a request that asks for this in one step."""
+
+
+class Drafting:
+    """Drafts of a scheduler's requests."""
+
+    def __init__(
+        self,
+        asked: Speculation,
+        drafters: Sequence[Drafter],
+        verifies: Verifies,
+        vocab_size: int,
+        costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`costs` None: everything that is proposed is run, whether it pays or not."""
+        self._most = asked.num_speculative_tokens
+        self._least_chance = asked.suffix_decoding_min_token_prob
+        self._drafters = drafters
+        self._grammars = next((each for each in drafters if isinstance(each, ForcedTokens)), None)
+        self._verifies = verifies
+        self._vocab_size = vocab_size
+        self._costs = costs
+        self._acceptance = Acceptance(drafters)
+        self._proposed: dict[bytes, list[Proposed]] = {}
+        """What was proposed for the step that is planned, by request."""
+        self._clock = clock
+        self._began_at = 0.0
+
+    def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
+        """Adds drafts to the step's decodes, with what is left of its budgets. Returns their pages."""
+        self._proposed.clear()
+        self._began_at = self._clock()
+        grants: list[Grant] = []
+        if not memory.can_retract:
+            return grants
+        tokens, expected = sum(run.num_tokens for run in step.runs), float(len(step.sampled))
+        if self._costs and not self._costs.can_gain(tokens, expected):
+            return grants
+        for index, (request, run) in enumerate(zip(step.requests, step.runs, strict=True)):
+            most = self._most_of(request, step) if run.num_tokens == 1 else 0
+            proposed = self._propose(request, most) if most > 0 else []
+            if not proposed:
+                continue
+            self._proposed[request.request_id] = proposed
+            chances = self._acceptance.chances(request, proposed)
+            count = self._useful(chances, tokens, expected, bool(step.drafts))
+            if not count:
+                continue
+            count, pages = memory.extend_for_drafts(request, count, running)
+            grants += pages
+            if count:
+                step.draft(index, tuple(each.draft.token for each in proposed[:count]))
+                tokens += count
+                for i in range(count):
+                    chances[i] *= chances[i - 1] if i else 1.0
+                expected += sum(chances[:count])
+        return grants
+
+    def learn(self, flight: Flight, tokens: Mapping[int, Sequence[int]], counters: SchedulerCounters) -> None:
+        """The step that `fill` was called for last has made these tokens of its rows just now."""
+        plan, drafted = flight.plan, dict(flight.plan.drafts)
+        for request, run in zip(flight.requests, plan.runs, strict=True):
+            made = tokens.get(run.row, ())
+            if run.row in drafted and made:
+                counters.count_drafts(len(drafted[run.row]), len(made) - 1)
+            if made and (proposed := self._proposed.get(request.request_id)):
+                self._acceptance.learn(request, proposed, made)
+        self._proposed.clear()
+        count = sum(run.num_tokens for run in plan.runs)
+        if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
+            self._costs.learn(count, bool(drafted), self._clock() - self._began_at)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        for drafter in self._drafters:
+            drafter.forget(request)
+        self._acceptance.forget(request)
+
+    def _most_of(self, request: Request, step: StepBuilder) -> int:
+        """The most drafts that the request can have in a step, if it gets a token in it at all."""
+        if not (request.num_unknown and request.options.speculation and self._verifies(request.params)):
+            return 0
+        return min(step.room, step.most_chunk - 1, self._most, request.max_tokens - len(request.output_token_ids) - 1)
+
+    def _propose(self, request: Request, most: int) -> list[Proposed]:
+        """What the drafters propose, one behind the other, up to an id that cannot be."""
+        found: list[Proposed] = []
+        for number, drafter in enumerate(self._drafters):
+            if most > len(found):
+                before = [each.draft.token for each in found]
+                found += [Proposed(draft, number) for draft in drafter.propose(request, before, most - len(found))]
+        del found[most:]
+        size = self._vocab_size
+        bad = next((i for i, each in enumerate(found) if not 0 <= each.draft.token < size), len(found))
+        if self._grammars and request.grammar is not None and bad:
+            bad = self._grammars.accepted(request, [each.draft.token for each in found[:bad]])
+        return found[:bad]
+
+    def _useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool) -> int:
+        least = self._least_chance
+        count = next((i for i, chance in enumerate(chances) if chance < least), len(chances)) if least else len(chances)
+        return self._costs.most_useful(chances[:count], tokens, expected, has_drafts) if self._costs else count

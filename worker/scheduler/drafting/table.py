@@ -1,0 +1,25 @@
+"""The drafters by the method that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from allspan.protos.api.errors import ConfigError
+from allspan.protos.config.speculation import Speculation
+from allspan.worker.scheduler.drafting.drafter import Drafter
+from allspan.worker.scheduler.drafting.forced import ForcedTokens
+from allspan.worker.scheduler.drafting.ngram import NgramDrafter
+from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
+
+DRAFTERS: dict[str, Callable[[Speculation], Sequence[Drafter]]] = {
+    "ngram": lambda asked: (NgramDrafter(asked),),
+    "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked)),
+}
+"""A method's drafters: each goes on where the one before has nothing more to propose."""
+
+
+def drafters_of(asked: Speculation) -> Sequence[Drafter]:
+    """New ones. Raises ConfigError for a method that is not in DRAFTERS."""
+    if asked.method not in DRAFTERS:
+        raise ConfigError(f"the speculation method is {asked.method!r}, must be one of {', '.join(sorted(DRAFTERS))}")
+    return DRAFTERS[asked.method](asked)
