@@ -22,6 +22,7 @@ from allspan.client.bench.engine.ops import OPS
 from allspan.client.bench.engine.perplexity import PERPLEXITY
 from allspan.client.bench.engine.pipeline import PIPELINE
 from allspan.client.bench.engine.prefix import PREFIX
+from allspan.client.bench.engine.speculation import SPECULATION
 from allspan.client.bench.engine.step import STEP
 from allspan.client.bench.serving import routing as routing_bench
 from allspan.client.bench.serving.overload import OVERLOAD
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         COMPARE,
         PERPLEXITY,
         PREFIX,
+        SPECULATION,
         OPS,
         STEP,
         SERVE,

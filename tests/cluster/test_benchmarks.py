@@ -16,6 +16,7 @@ from allspan.client.bench.engine.grammar import GRAMMAR, GrammarConfig
 from allspan.client.bench.engine.ops import OPS, OpsConfig
 from allspan.client.bench.engine.perplexity import PERPLEXITY, PerplexityConfig
 from allspan.client.bench.engine.prefix import PREFIX, PrefixConfig
+from allspan.client.bench.engine.speculation import SPECULATION, SpeculationConfig
 from allspan.client.bench.engine.step import STEP, StepConfig
 from allspan.client.bench.serving.overload import OVERLOAD, OverloadConfig
 from allspan.client.bench.serving.serve import SERVE, ServeBenchConfig
@@ -48,6 +49,12 @@ def reference(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def engine(folder: Path, reference: Any) -> Iterator[ClientEngine]:
     with ClientEngine(folder, ranks=1, threads=1, max_num_seqs=4, quiet=True, **OPTIONS) as made:  # type: ignore[arg-type]
+        yield made
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path, reference: Any) -> Iterator[ClientEngine]:
+    with ClientEngine(folder, ranks=1, threads=1, max_num_seqs=4, quiet=True, speculative_config="{}") as made:
         yield made
 
 
@@ -158,3 +165,30 @@ def test_serve_starts_a_server_and_counts_what_it_answers(reference: Any, folder
     assert (report["completed"], report["errors"]) == (4, {})
     assert (report["total_input_tokens"], report["total_output_tokens"]) == (32, 20)
     assert SERVE.table(report)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_speculation_counts_the_drafts_and_compares_the_tokens(
+    drafting: ClientEngine, tmp_path: Path, batch_size: int
+) -> None:
+    (tmp_path / "asked.txt").write_text(TEXT)
+    config = SpeculationConfig(
+        text=str(tmp_path / "asked.txt"), num_prompts=2, prompt_len=60, output_len=60, rounds=2, batch_size=batch_size
+    )
+    report = measured(SPECULATION, drafting, config)
+    assert 0 <= report["accepted_tokens"] <= report["draft_tokens"]
+    assert report["drafts"] > 0
+    assert sum(report["accepted_per_position"]) * report["drafts"] == pytest.approx(report["accepted_tokens"])
+    assert report["ratio"]["min"] <= report["ratio"]["median"] <= report["ratio"]["max"]
+    assert (report["tokens_per_step"] is None) == (batch_size > 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"), [("{", "line 1: no JSON"), ('{"answer": "x"}', "line 1: has none of messages, prompt")]
+)
+def test_speculation_names_the_line_that_it_cannot_ask(
+    engine: ClientEngine, tmp_path: Path, line: str, why: str
+) -> None:
+    (tmp_path / "asked.jsonl").write_text(line)
+    with pytest.raises(ConfigError, match=why):
+        SPECULATION.measure(engine, SpeculationConfig(dataset=str(tmp_path / "asked.jsonl")), {})
