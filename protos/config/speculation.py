@@ -29,8 +29,8 @@ class Speculation:
     """suffix: tokens that are compared at most."""
     suffix_decoding_max_cached_requests: int = 10_000
     """suffix: earlier answers that are kept for each cache salt; 0 keeps none."""
-    suffix_decoding_max_spec_factor: float = 0.0
-    """suffix: drafts for each token that occurred again; 0 leaves it to the controller."""
+    suffix_decoding_max_spec_factor: float = 4.0
+    """suffix: most drafts for each token that occurred again."""
     suffix_decoding_min_token_prob: float = 0.0
     """suffix: the least chance that a draft is kept; 0 leaves it to the controller."""
 
@@ -41,7 +41,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "prompt_lookup_max": (0, 64),
     "suffix_decoding_max_tree_depth": (2, 64),
     "suffix_decoding_max_cached_requests": (0, 1 << 20),
-    "suffix_decoding_max_spec_factor": (0, 64),
+    "suffix_decoding_max_spec_factor": (0.1, 64),
     "suffix_decoding_min_token_prob": (0, 1),
 }
 

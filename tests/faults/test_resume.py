@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from allspan import ClientEngine, Grammar, SamplingParams
+from allspan import ClientEngine, Grammar, RequestOptions, SamplingParams
 from support.faults import SLOW_STEPS, make_fault
 from support.serving import Served
 from support.streams import Streams
@@ -69,15 +69,16 @@ def streamed_text(served: Served) -> str:
 
 @pytest.mark.parametrize("shares", [(40,), pytest.param((10, 25, 45, 60, 80), marks=pytest.mark.nightly)])
 def test_killed_ranks_change_no_token_of_any_stream(start: Start, tmp_path: Path, shares: tuple[int, ...]) -> None:
-    """Sixteen greedy streams, four seeded ones with penalties, and one over HTTP; a rank is killed at each of `shares`,
-    in percent of all tokens. Two kills in a row: test_experts.py."""
+    """Sixteen greedy streams, four seeded ones with penalties, and one over HTTP, with drafts; a rank is killed at each
+    of `shares`, in percent of all tokens. Two kills in a row: test_experts.py."""
     env = make_fault(tmp_path / "slow", 0, SLOW_STEPS).env
     often = ("--max-failures=100", "--failure-window-s=1", "--resume-timeout=120")
-    served = start("--max-num-seqs=32", *often, env=env)
+    served = start("--max-num-seqs=32", "--speculative-config={}", *often, env=env)
     listed, params = prompts(20), mixed(16, 4)
     kills = [(share * 20 * TOKENS // 100, number % 2) for number, share in enumerate(shares)]
     with ClientEngine(attach=served.run_dir, resume_timeout=120.0) as engine:
-        expected = [done.token_ids for done in engine.generate(listed, params)]
+        undrafted = engine.generate(listed, params, RequestOptions(speculation=False))
+        expected = [done.token_ids for done in undrafted]
         expected_text = streamed_text(served)
         texts: list[str] = []
         over_http = threading.Thread(target=lambda: texts.append(streamed_text(served)))

@@ -13,6 +13,8 @@ SLOW, FAST = 0.03, 0.4
 """How far an estimate moves towards what was seen: that of a drafter's kind, for all requests, and that of a drafter
 for one request."""
 _FARTHEST = 4.0
+HARDLY_EVER = 0.02
+"""The chance of a run of drafts that is too little for any step."""
 
 
 class Proposed(NamedTuple):
@@ -32,9 +34,16 @@ class Acceptance:
         self._requests: dict[bytes, list[float]] = {}
 
     def chances(self, request: Request, proposed: Iterable[Proposed]) -> list[float]:
-        """The chance of each draft, those before it being kept."""
+        """The chance of each draft, those before it being kept; of the first ones alone where all of them together
+        are kept hardly ever."""
         own = self._requests.get(request.request_id) or [0.0] * len(self._drafters)
-        return [1 / (1 + math.exp(-self._of(each) - own[each.drafter])) for each in proposed]
+        chances, all_kept = [], 1.0
+        for each in proposed:
+            chances.append(1 / (1 + math.exp(-self._of(each) - own[each.drafter])))
+            all_kept *= chances[-1]
+            if all_kept < HARDLY_EVER:
+                break
+        return chances
 
     def learn(self, request: Request, proposed: Sequence[Proposed], tokens: Sequence[int]) -> None:
         """What came in the place of these drafts. Those behind the first that was wrong say nothing."""

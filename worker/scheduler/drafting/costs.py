@@ -63,8 +63,6 @@ class StepCosts:
             rate = expected / self.seconds(tokens + i, True)
             if rate > best:
                 best, count = rate, i
-            elif whole < 0.02:
-                break
         return count
 
 

@@ -3,12 +3,14 @@ answer (suffix decoding: Oliaro et al., 2024, arXiv:2411.04975)."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from allspan.protos.config.speculation import Speculation
-from allspan.worker.scheduler.drafting.drafter import Draft, context
-from allspan.worker.scheduler.drafting.token_index import TokenIndex
+from allspan.worker.scheduler.drafting.drafter import LONGEST_CONTEXT, Draft, context
+from allspan.worker.scheduler.drafting.token_index import Found, TokenIndex
 from allspan.worker.scheduler.request import Request
 
 MOST_SHARED_TOKENS = 1 << 20
@@ -25,9 +27,16 @@ _WAYS, _LATER = 4, 3
 """The kinds of a length: by what `TokenIndex.Found.agreement` says, and drafts that follow another one."""
 
 
-def _kind(length: int, way: int, is_shared: bool) -> int:
-    bucket = next((i for i, most in enumerate(_LENGTHS) if length <= most), len(_LENGTHS))
-    return (bucket * _WAYS + way) * 2 + is_shared
+_BUCKETS = tuple(bisect_left(_LENGTHS, length) for length in range(2 * LONGEST_CONTEXT))
+"""The bucket of each length."""
+
+
+def _kinds(found: Found, count: int, is_shared: bool) -> list[int]:
+    """The kinds of so many drafts of a place."""
+    first = (_BUCKETS[found.length] * _WAYS + found.agreement) * 2 + is_shared
+    later = _LATER * 2 + is_shared
+    buckets = _BUCKETS[found.length + 1 : found.length + count]
+    return [first, *(bucket * (2 * _WAYS) + later for bucket in buckets)]
 
 
 class _Answers:
@@ -79,10 +88,9 @@ class SuffixDrafter:
                 index, found, is_shared = other, more, True
         if found is None:
             return ()
-        count = min(most, int(found.length * self._factor) + 1 if self._factor else most)
+        count = min(most, math.ceil(found.length * self._factor))
         tokens = index.tokens[found.place : found.place + count].tolist()
-        kinds = [_kind(found.length + i, _LATER if i else found.agreement, is_shared) for i in range(len(tokens))]
-        return list(map(Draft, tokens, kinds))
+        return list(map(Draft, tokens, _kinds(found, len(tokens), is_shared)))
 
     def chance(self, kind: int) -> float:
         bucket, way = divmod(kind // 2, _WAYS)
