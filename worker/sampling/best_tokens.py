@@ -17,7 +17,8 @@ class BestTokens:
     """The most likely token of each row over all ranks' columns of the vocabulary; every rank gets all of them."""
 
     def __init__(self, max_rows: int, widths: tuple[int, ...], collectives: Collectives, sampling: Sampling) -> None:
-        """`widths`: columns of each rank's logits; a single one: `collectives` is of this rank alone."""
+        """`max_rows`: of most steps; a request with drafts has several. `widths`: columns of each rank's logits; a
+        single one: `collectives` is of this rank alone."""
         self._collectives = collectives
         self._kernel = sampling.kernel
         self._to_host = sampling.to_host
@@ -40,6 +41,8 @@ class BestTokens:
             self._seen_as = self._to_host(logits).numpy()
         array = self._seen_as
         tokens = np.empty(len(array), dtype=np.int32)
+        if len(array) > len(self._at):
+            self._at = np.arange(len(array))
         self._kernel.best_tokens(array, tokens)
         if self._collectives.size > 1 and len(tokens) > 1:
             mine = np.empty((len(tokens), 2), dtype=np.int32)
@@ -55,12 +58,12 @@ class BestTokens:
     def _of_ranks(self, mine: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the tokens for each rank's best columns, or what is wrong with them, and the bits of their logits,
         `mine` [m, 2]."""
-        count, size, at = len(mine), self._collectives.size, self._at[: len(mine)]
+        count, size = len(mine), self._collectives.size
         gathered = torch.empty((count * size, 2), dtype=torch.int32)
         self._collectives.all_gather_rows(torch.from_numpy(mine), gathered)
         everyone = gathered.numpy().reshape(count, size, 2)
         ranks = everyone.view(np.float32)[:, :, 1].argmax(axis=1)  # of equals the first, so the lowest id
-        tokens = everyone[at, ranks, 0]
+        tokens = np.take_along_axis(everyone[:, :, 0], ranks[:, None], 1)[:, 0]
         is_bad = (tokens < 0) | (everyone[:, :, 0] == NOT_FINITE).any(axis=1)
         return np.where(is_bad, np.int32(NOT_FINITE), tokens + self._first_columns[ranks])
 
