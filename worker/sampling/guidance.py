@@ -28,6 +28,7 @@ class GuidanceCompiler:
         """`vocab_size`: the model's, which may have more ids than the tokenizer, or fewer. Takes a second for 150,000
         tokens."""
         self._vocab_size = vocab_size
+        self._encode = partial(tokenizer.codec.encode, parse_special=False)
         self._table = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)),
             n_vocab=vocab_size + 1,
@@ -39,7 +40,7 @@ class GuidanceCompiler:
         """Raises InvalidRequest, saying what is wrong with it. Holds no lock of Python's meanwhile."""
         text = lark_of(grammar)
         try:
-            compiled = GuidanceGrammar(partial(self._start, text), self._vocab_size)
+            compiled = GuidanceGrammar(partial(self._start, text), self._vocab_size, self._encode)
         except MatcherFailed as error:
             raise refusal(grammar, str(error)) from None
         try:  # grammars without any text at all are found out by their first mask
@@ -75,8 +76,9 @@ class _Vocabulary:
 class GuidanceGrammar:
     """See `grammar.CompiledGrammar`."""
 
-    def __init__(self, start: Callable[[], Any], vocab_size: int) -> None:
-        """`start` compiles it. Raises MatcherFailed."""
+    def __init__(self, start: Callable[[], Any], vocab_size: int, encode: Callable[[str], list[int]]) -> None:
+        """`start` compiles it; `encode` makes tokens of a text. Raises MatcherFailed."""
+        self._encode = encode
         self._start = start
         self._vocab_size = vocab_size
         began = time.perf_counter()
@@ -84,21 +86,22 @@ class GuidanceGrammar:
         self._compile_s = time.perf_counter() - began
 
     def matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._first.deep_copy(), self._vocab_size)
+        return GuidanceMatcher(self._first.deep_copy(), self._vocab_size, self._encode)
 
     def own_matcher(self) -> GuidanceMatcher:
         """Copies share their lexer, whose states are counted for all of them together."""
         if self._compile_s > MAX_AGAIN_S:
             raise MatcherFailed("its tables are full, and take too long to be made again")
         self._first = self._start()
-        return GuidanceMatcher(self._start(), self._vocab_size)
+        return GuidanceMatcher(self._start(), self._vocab_size, self._encode)
 
 
 class GuidanceMatcher:
     """See `grammar.Matcher`."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, encode: Callable[[str], list[int]]) -> None:
         self._matcher = matcher
+        self._encode = encode
         self._words = np.zeros(vocab_size // 32 + 1, dtype=np.int32)  # the end's bit, too
         self._address, self._bytes = self._words.ctypes.data, self._words.nbytes
         self._rest = np.int32((1 << vocab_size % 32) - 1)
@@ -112,7 +115,9 @@ class GuidanceMatcher:
         return int(self._matcher.validate_tokens(token_ids))
 
     def forced(self) -> list[int]:
-        return list(self._matcher.compute_ff_tokens())
+        text = self._matcher.compute_ff_bytes()
+        # What follows may be one token with the end of the text.
+        return self._encode(text.decode("utf-8", "ignore"))[:-1] if len(text) > 1 else []
 
     def rollback(self, count: int) -> None:
         if not self._matcher.rollback(count):

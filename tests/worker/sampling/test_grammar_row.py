@@ -39,6 +39,9 @@ class Counting:
         agreed = [token == wanted for token, wanted in zip(token_ids, after, strict=False)]
         return agreed.index(False) if False in agreed else len(agreed)
 
+    def forced(self) -> list[int]:
+        return list(range(len(self.read) + 1, 4))
+
     def rollback(self, count: int) -> None:
         if count > len(self.read):
             raise MatcherFailed(f"{count} tokens are more than were read")

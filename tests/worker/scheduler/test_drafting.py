@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
 import pytest
 
+from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
+from allspan.worker.sampling.guidance import GuidanceCompiler
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
 from allspan.worker.scheduler.drafting.costs import GAIN, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
+from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
+from support.byte_tokenizer import byte_tokenizer
 from support.cores import request
 
 STEADY = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.25, 16: 1.6, 32: 2.4, 64: 4.2}
@@ -110,6 +115,19 @@ def test_no_earlier_answers_are_kept_where_none_are_asked_for() -> None:
     drafter = SuffixDrafter(Speculation(suffix_decoding_max_cached_requests=0))
     answered(drafter, 1, range(10, 20))
     assert not drafter.num_shared_tokens
+
+
+def test_a_grammar_forces_the_text_that_it_leaves_no_choice_about() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}
+    one = request(1, [5], grammar=Grammar("json_schema", json.dumps(schema)))
+    one.grammar = GuidanceCompiler(byte_tokenizer(), 256).compile(one.params.grammar)  # type: ignore[arg-type]
+    drafter = ForcedTokens()
+    assert not drafter.propose(one, (), 9)
+    one.output_token_ids += b'{"n'
+    assert bytes(ids(drafter.propose(one, (), 9))) == b"ame"
+    assert drafter.accepted(one, list(b'ame": 7x}')) == 8 - 1
+    one.output_token_ids += b"x"  # not of the language: the request's own matcher will say so
+    assert not drafter.propose(one, (), 9)
 
 
 class Even:
