@@ -100,12 +100,13 @@ def play(
     num_pages: int = 400,
     budget: int = 64,
     later: Sequence[Request] = (),
-    asked_for: str = "",
+    **settings: object,
 ) -> tuple[dict[bytes, Output], SchedulerCounters]:
     """What each request gets on `size` ranks, those of `later` when the others are over; and what the leader has
     counted."""
+    asked_for = str(settings.pop("speculative_config", ""))
     config = WorkerConfig(
-        ModelConfig(str(folder), "tiny", max_model_len=128),
+        ModelConfig(str(folder), "tiny", max_model_len=128, **settings),  # type: ignore[arg-type]
         ServiceConfig("-"),
         CacheConfig(page_size=PAGE, kv_cache_bytes=2**30),
         SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget, speculative_config=asked_for),
@@ -226,26 +227,28 @@ def test_a_request_can_opt_out(tiny: Path, plain: dict[int, dict[bytes, Output]]
     assert not play(tiny, Speculation(), [one])[1].drafts
 
 
-WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+TWO_LAYERS = {"num_hidden_layers": 2}
+WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "size"),
+    ("family", "more", "size", "settings"),
     [
-        ("qwen2_moe", {}, 2),
-        ("deepseek_v2", {"num_hidden_layers": 2}, 2),
-        ("qwen2", WINDOWED | {"use_sliding_window": True}, 1),
+        ("qwen2_moe", {}, 2, {}),
+        ("deepseek_v2", TWO_LAYERS, 1, {}),
+        ("deepseek_v2", TWO_LAYERS, 2, {"data_parallel_attention": True}),
+        ("qwen2", WINDOWED | TWO_LAYERS, 1, {}),
     ],
 )
 def test_other_blocks_and_windows_draft_as_they_are_asked(
-    tmp_path: Path, family: str, more: dict[str, object], size: int
+    tmp_path: Path, family: str, more: dict[str, object], size: int, settings: dict[str, object]
 ) -> None:
     """The engine's own switch, with steps timed at the start: experts, latents, and pages behind a window."""
     save_tiny(tmp_path, family, eos_token_id=None, bos_token_id=None, vocab_size=VOCAB, **more)  # type: ignore[arg-type]
     rng = random.Random(2)
     phrase = [rng.randrange(256) for _ in range(12)]
     requests = [request(number, phrase * 3 + [number] + phrase[:5], max_tokens=50) for number in range(3)]
-    expected, _ = play(tmp_path, requests=requests, size=size)
-    outputs, counters = play(tmp_path, requests=requests, size=size, asked_for='{"method": "suffix"}')
+    expected, _ = play(tmp_path, requests=requests, size=size, **settings)
+    outputs, counters = play(tmp_path, requests=requests, size=size, speculative_config="{}", **settings)
     assert told(outputs) == told(expected)
     assert counters.drafts

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from allspan.worker.sampling.grammar import Matcher, MatcherFailed
+from allspan.worker.sampling.grammar import Matcher
 from allspan.worker.scheduler.drafting.drafter import Draft
 from allspan.worker.scheduler.request import Request
+
+T = TypeVar("T")
+
+FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 0.02, 0.0005
+"""The seconds that a request's grammar may take here in all, and for each of its tokens; common ones take a tenth."""
 
 
 class ForcedTokens:
@@ -14,49 +21,56 @@ class ForcedTokens:
     tokens than the tokenizer's, so that they are drafts like any others."""
 
     def __init__(self) -> None:
-        self._matchers: dict[bytes, _Reader] = {}
+        self._readers: dict[bytes, _Reader] = {}
 
     def propose(self, request: Request, before: Sequence[int], most: int) -> Sequence[Draft]:
         if request.grammar is None or before:
             return ()
-        reader = self._matchers.get(request.request_id)
+        reader = self._readers.get(request.request_id)
         if reader is None:
-            reader = self._matchers[request.request_id] = _Reader(request.grammar.matcher())
-        return [Draft(token) for token in reader.forced(request.output_token_ids)[:most]]
+            reader = self._readers[request.request_id] = _Reader(request.grammar.matcher())
+        return [Draft(token) for token in reader.ask(request.output_token_ids, lambda read: read.forced(), [])[:most]]
 
     def accepted(self, request: Request, drafts: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, the request's grammar lets through."""
-        reader = self._matchers.get(request.request_id)
-        return reader.accepted(request.output_token_ids, drafts) if reader else len(drafts)
+        """How many of these tokens, from the first on, the request's grammar lets through; none where it takes too long
+        to say."""
+        reader, asked = self._readers.get(request.request_id), list(drafts)
+        if reader is None:
+            return len(asked)
+        return reader.ask(request.output_token_ids, lambda read: read.accepts(asked), 0)
 
     def chance(self, kind: int) -> float:
         return 0.9
 
     def forget(self, request: Request) -> None:
-        self._matchers.pop(request.request_id, None)
+        self._readers.pop(request.request_id, None)
 
 
 class _Reader:
-    """A matcher that has read an output so far. One that fails proposes nothing any more: the request's own will say
-    what is wrong."""
+    """A matcher that has read an output so far. One that fails, or takes too long, is asked no more: the request's own
+    says what is wrong with it."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher: Matcher | None = matcher
         self._count = 0
+        self._spent_s = 0.0
 
-    def forced(self, output: Sequence[int]) -> Sequence[int]:
-        matcher = self._read(output)
-        return matcher.forced() if matcher else ()
-
-    def accepted(self, output: Sequence[int], drafts: Sequence[int]) -> int:
-        matcher = self._read(output)
-        return matcher.accepts(list(drafts)) if matcher else 0
-
-    def _read(self, output: Sequence[int]) -> Matcher | None:
-        if self._matcher and len(output) > self._count:
-            try:
+    def ask(self, output: Sequence[int], question: Callable[[Matcher], T], otherwise: T) -> T:
+        """The matcher's answer behind this output."""
+        if self._matcher is None:
+            return otherwise
+        started = time.thread_time()
+        try:
+            if len(output) > self._count:
                 self._matcher.consume(list(output[self._count :]))
-            except MatcherFailed:
-                self._matcher = None
-            self._count = len(output)
-        return self._matcher
+                self._count = len(output)
+            answer = question(self._matcher)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # also what a library's panic is raised as
+            self._matcher = None
+            return otherwise
+        self._spent_s += time.thread_time() - started
+        if self._spent_s > FIRST_ALLOWANCE_S + TOKEN_ALLOWANCE_S * len(output):
+            self._matcher = None
+        return answer
