@@ -139,6 +139,8 @@ def play(
         patch.setattr("allspan.worker.engine.setup.ends_of", lambda model, spec: (EOS,))
         world.run(on_rank)
     assert not collected.errors
+    if drafting := cores[0]._planner.scheduler.drafting:
+        assert (drafting._proposed, drafting._acceptance._requests) == ({}, {})
     return collected.outputs, cores[0]._planner.scheduler.counters
 
 

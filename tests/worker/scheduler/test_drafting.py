@@ -181,6 +181,18 @@ def test_drafts_that_take_longer_than_was_measured_are_given_up() -> None:
     assert before > costs.most_useful([0.6] * 8, 1, 1, False) == 0
 
 
+def test_drafts_that_were_given_up_are_tried_again_some_time() -> None:
+    costs = StepCosts(STEADY, 512)
+    for _ in range(80):
+        for tokens in (3, 5, 9):
+            costs.learn(1, False, 1.0)
+            costs.learn(tokens, True, 3 * costs._measured[tokens])
+    assert not costs.most_useful([0.7] * 8, 1, 1, False)
+    for _ in range(1500):
+        costs.learn(1, False, 1.0)
+    assert costs.most_useful([0.7] * 8, 1, 1, False)
+
+
 def test_a_machine_that_slows_down_changes_no_choice() -> None:
     costs = StepCosts(STEADY, 512)
     rng, before = random.Random(1), costs.most_useful([0.8] * 31, 1, 1, False)

@@ -9,7 +9,9 @@ GAIN = 1.03
 """Tokens a second are to rise at least so much, else nothing is drafted: estimates err."""
 FAST, SLOW = 0.2, 0.1
 """How far the machine's speed, and the cost of drafts beside that of plain steps, move towards what a step took."""
-_FARTHEST_STEP, _FARTHEST = 0.5, 0.7
+FADING = 0.998
+"""What is left of the cost of drafts after a step without."""
+_FARTHEST_STEP, _FARTHEST = 0.5, 1.2
 """Logarithms: of what one step says at most, and of how far drafts may cost otherwise than was measured."""
 _CERTAIN = (1.0,) * 8
 
@@ -46,6 +48,8 @@ class StepCosts:
             size = tokens.bit_length()
             more = self._drafts.get(size, 0.0) + SLOW * error
             self._drafts[size] = min(max(more, -_FARTHEST), _FARTHEST)
+        else:  # so that drafts are tried again some time
+            self._drafts = {size: FADING * more for size, more in self._drafts.items()}
 
     def can_gain(self, tokens: int, expected: float) -> bool:
         """Whether drafts would pay, were they certain to be kept, in a step of so many tokens that yields

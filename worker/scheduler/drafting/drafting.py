@@ -104,6 +104,7 @@ class Drafting:
         for drafter in self._drafters:
             drafter.forget(request)
         self._acceptance.forget(request)
+        self._proposed.pop(request.request_id, None)
 
     def _most_of(self, request: Request, step: StepBuilder) -> int:
         """The most drafts that the request can have in a step, if it gets a token in it at all."""
