@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -13,24 +14,26 @@ from allspan.worker.step.model import StepModel
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROUNDS = 7
-MOST_SECONDS = 3.0
-"""No further round is begun after so long."""
+LEAST_STEPS, MOST_SECONDS = 4, 3.0
+"""So many steps are timed, and more of them until that takes so long."""
 
 
 def step_times(batch: Batch, model: StepModel, collectives: Collectives, limits: Limits) -> dict[int, float]:
-    """Returns for some numbers of tokens of one request the seconds of a forward pass on the slowest rank: the least of
-    several rounds. All ranks call it at once. Keys and values go into pages that nobody has yet."""
+    """Returns for some numbers of tokens of one request the seconds of a forward pass on the slowest rank: the
+    least of several rounds, and of large numbers only where there is time. All ranks call it at once. Keys and values
+    go into pages that nobody has yet."""
     held = min(group.num_pages for group in limits.groups()) * limits.page_size
     most = min(limits.max_chunk_tokens, limits.max_logits_rows, limits.max_model_len - 1, held)
-    found = {size: float("inf") for size in SIZES if size <= most}
+    sizes = [size for size in SIZES if size <= most]
+    found: dict[int, float] = {}
     began = time.perf_counter()
-    for _ in range(ROUNDS):
-        for size in found:
-            inputs = batch.trial(size)
-            started = time.perf_counter()
-            model.forward(inputs)
-            found[size] = min(found[size], time.perf_counter() - started)
-        if _slowest([time.perf_counter() - began], collectives)[0] > MOST_SECONDS:
+    for number, size in enumerate(sizes * ROUNDS, 1):
+        inputs = batch.trial(size)
+        started = time.perf_counter()
+        model.forward(inputs)
+        found[size] = min(found.get(size, math.inf), time.perf_counter() - started)
+        elapsed = _slowest([time.perf_counter() - began], collectives)[0]  # so that all ranks stop at the same one
+        if number >= LEAST_STEPS and elapsed > MOST_SECONDS:
             break
     return dict(zip(found, _slowest(list(found.values()), collectives), strict=True))
 

@@ -13,6 +13,7 @@ FADING = 0.998
 """What is left of the cost of drafts after a step without."""
 _FARTHEST_STEP, _FARTHEST = 0.5, 1.2
 """Logarithms: of what one step says at most, and of how far drafts may cost otherwise than was measured."""
+_LEAST_S = 1e-6
 _CERTAIN = (1.0,) * 8
 
 
@@ -74,7 +75,7 @@ def _interpolated(measured: Mapping[int, float], most_tokens: int) -> list[float
     """The seconds of steps of 0 to `most_tokens` tokens: never fewer than those of a shorter one, straight between
     what was measured, and beyond."""
     points = sorted(measured)
-    seconds = [measured[points[0]]]
+    seconds = [max(measured[points[0]], _LEAST_S)]
     for point in points[1:]:
         seconds.append(max(seconds[-1], measured[point]))
     found: list[float] = []

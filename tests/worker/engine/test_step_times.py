@@ -1,0 +1,54 @@
+"""The times of steps that a model is asked for before its first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from allspan.worker.engine import step_times as timed
+from allspan.worker.engine.step_times import LEAST_STEPS, SIZES
+from support.cores import fake_core, request, step_until_idle
+from support.fake_model import greedy
+from support.threads import ThreadWorld
+
+WIDTHS = {1: (97,), 2: (50, 47)}
+
+
+def times(size: int) -> tuple[list[dict[int, float]], list[Sequence[int]]]:
+    """What the ranks have timed, and what the leader generates after that."""
+    world = ThreadWorld(size)
+    told: list[Sequence[int]] = []
+
+    def on_rank(rank: int) -> dict[int, float]:
+        collectives, channel = (world.collectives[rank], world.channels[rank]) if size > 1 else (None, None)
+        core, model = fake_core(
+            collectives=collectives, channel=channel, widths=WIDTHS[size], max_num_batched_tokens=32
+        )
+        found = core.time_steps(model, world.collectives[rank])
+        one = request(1, [5, 6, 7], max_tokens=9)
+        core.submit(one)
+        world.barrier.wait(20)
+        if rank == 0:
+            step_until_idle(core)
+            told.append(core.on_outputs.tokens(one))  # type: ignore[attr-defined]
+            core.shutdown()
+        core.run()
+        return found
+
+    return world.run(on_rank), told
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_time_the_same_steps_and_leave_no_trace(size: int) -> None:
+    found, told = times(size)
+    assert all(each == found[0] for each in found)
+    assert list(found[0]) == [each for each in SIZES if each <= 32]
+    assert min(found[0].values()) >= 0
+    assert list(told[0]) == greedy([5, 6, 7], 9)
+
+
+def test_slow_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed, "MOST_SECONDS", 0.0)
+    found, _ = times(2)
+    assert [len(each) for each in found] == [LEAST_STEPS] * 2
