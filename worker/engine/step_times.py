@@ -13,7 +13,7 @@ from allspan.worker.scheduler.limits import Limits
 from allspan.worker.step.model import StepModel
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-ROUNDS = 7
+ROUNDS = 16
 LEAST_STEPS, MOST_SECONDS = 4, 3.0
 """So many steps are timed, and more of them until that takes so long."""
 

@@ -14,7 +14,7 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.sampling.guidance import GuidanceCompiler
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
-from allspan.worker.scheduler.drafting.costs import GAIN, StepCosts
+from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
@@ -191,6 +191,24 @@ def test_drafts_that_were_given_up_are_tried_again_some_time() -> None:
     for _ in range(1500):
         costs.learn(1, False, 1.0)
     assert costs.most_useful([0.7] * 8, 1, 1, False)
+
+
+def test_times_of_a_machine_that_was_busy_at_the_start_do_not_last() -> None:
+    costs = StepCosts({tokens: seconds * (1 if tokens == 1 else 10) for tokens, seconds in STEADY.items()}, 512)
+    assert not costs.can_gain(1, 1)
+    for _ in range(TRIAL_STEPS):
+        assert not costs.begin_trial()
+        costs.learn(1, False, 1.0)
+    assert costs.begin_trial()
+    assert not costs.begin_trial()
+    for _ in range(4):
+        costs.learn(1, False, 1.0)
+        costs.learn(8, True, STEADY[8])
+    assert costs.can_gain(1, 1)
+
+
+def test_a_time_that_is_longer_than_that_of_more_tokens_is_not_believed() -> None:
+    assert StepCosts(STEADY | {2: 9.0}, 64).seconds(2, False) == STEADY[4]
 
 
 def test_a_machine_that_slows_down_changes_no_choice() -> None:

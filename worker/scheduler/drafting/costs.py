@@ -9,10 +9,14 @@ GAIN = 1.03
 """Tokens a second are to rise at least so much, else nothing is drafted: estimates err."""
 FAST, SLOW = 0.2, 0.1
 """How far the machine's speed, and the cost of drafts beside that of plain steps, move towards what a step took."""
+TRIAL_STEPS, TRIAL_DRAFTS, TRIAL_CHANCE = 200, 7, 0.5
+"""Drafts that seem too dear are run once in so many steps, so many of them, if the first is as likely at least."""
 FADING = 0.998
 """What is left of the cost of drafts after a step without."""
-_FARTHEST_STEP, _FARTHEST = 0.5, 1.2
-"""Logarithms: of what one step says at most, and of how far drafts may cost otherwise than was measured."""
+_FARTHEST_STEP, _FARTHEST = 0.5, 2.0
+"""Logarithms: what one step says at most, and how far drafts may cost otherwise than was measured."""
+_FIRST = 4
+"""The first steps with drafts count for more."""
 _LEAST_S = 1e-6
 _CERTAIN = (1.0,) * 8
 
@@ -28,6 +32,10 @@ class StepCosts:
         self._speed = 0.0
         self._drafts: dict[int, float] = {}
         """What drafts cost more, by the tokens of a step in powers of two. A logarithm, as the speed is."""
+        self._counts: dict[int, int] = {}
+        """Steps with drafts so far, alike."""
+        self._num_plain = 0
+        """Steps since the last one with drafts."""
         self._has_seen_any = False
 
     def seconds(self, tokens: int, has_drafts: bool) -> float:
@@ -39,18 +47,28 @@ class StepCosts:
         """A step without prompts has taken so long."""
         if seconds <= 0 or not 0 < tokens < len(self._measured):
             return
+        self._num_plain = 0 if has_drafts else self._num_plain + 1
         error = math.log(seconds / self.seconds(tokens, has_drafts))
         if not self._has_seen_any:
             self._has_seen_any, self._speed = True, error
             return
-        error = min(max(error, -_FARTHEST_STEP), _FARTHEST_STEP)
-        self._speed += FAST * error
+        usual = min(max(error, -_FARTHEST_STEP), _FARTHEST_STEP)
+        self._speed += FAST * usual
         if has_drafts:
             size = tokens.bit_length()
-            more = self._drafts.get(size, 0.0) + SLOW * error
+            self._counts[size] = count = self._counts.get(size, 0) + 1
+            more = self._drafts.get(size, 0.0) + (error / (count + 1) if count <= _FIRST else SLOW * usual)
             self._drafts[size] = min(max(more, -_FARTHEST), _FARTHEST)
         else:  # so that drafts are tried again some time
             self._drafts = {size: FADING * more for size, more in self._drafts.items()}
+
+    def begin_trial(self) -> bool:
+        """Whether drafts that seem too dear should be run in this step, to see what they take now. Where none are
+        likely enough, that is asked again some steps later."""
+        is_due = self._num_plain >= TRIAL_STEPS
+        if is_due:
+            self._num_plain -= TRIAL_STEPS // 10
+        return is_due
 
     def can_gain(self, tokens: int, expected: float) -> bool:
         """Whether drafts would pay, were they certain to be kept, in a step of so many tokens that yields
@@ -75,9 +93,9 @@ def _interpolated(measured: Mapping[int, float], most_tokens: int) -> list[float
     """The seconds of steps of 0 to `most_tokens` tokens: never fewer than those of a shorter one, straight between
     what was measured, and beyond."""
     points = sorted(measured)
-    seconds = [max(measured[points[0]], _LEAST_S)]
-    for point in points[1:]:
-        seconds.append(max(seconds[-1], measured[point]))
+    seconds = [max(measured[point], _LEAST_S) for point in points]
+    for i in range(len(points) - 1, 0, -1):  # what else the machine did has only made them longer
+        seconds[i - 1] = min(seconds[i - 1], seconds[i])
     found: list[float] = []
     for tokens in range(most_tokens + 1):
         last = next((i for i, point in enumerate(points[1:-1], 1) if tokens <= point), len(points) - 1)

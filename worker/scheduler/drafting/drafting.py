@@ -15,7 +15,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
-from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.costs import TRIAL_CHANCE, TRIAL_DRAFTS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.lookahead import Flight
@@ -63,7 +63,8 @@ class Drafting:
         if not memory.can_retract:
             return grants
         tokens, expected = sum(run.num_tokens for run in step.runs), float(len(step.sampled))
-        if self._costs and not self._costs.can_gain(tokens, expected):
+        is_trial = self._costs is not None and self._costs.begin_trial()
+        if self._costs and not (is_trial or self._costs.can_gain(tokens, expected)):
             return grants
         for index, (request, run) in enumerate(zip(step.requests, step.runs, strict=True)):
             most = self._most_of(request, step) if run.num_tokens == 1 else 0
@@ -72,7 +73,7 @@ class Drafting:
                 continue
             self._proposed[request.request_id] = proposed
             chances = self._acceptance.chances(request, proposed)
-            count = self._useful(chances, tokens, expected, bool(step.drafts))
+            count = self._useful(chances, tokens, expected, bool(step.drafts), is_trial)
             if not count:
                 continue
             count, pages = memory.extend_for_drafts(request, count, running)
@@ -88,7 +89,7 @@ class Drafting:
     def learn(self, flight: Flight, tokens: Mapping[int, Sequence[int]], counters: SchedulerCounters) -> None:
         """The step that `fill` was called for last has made these tokens of its rows just now."""
         plan, drafted = flight.plan, dict(flight.plan.drafts)
-        for request, run in zip(flight.requests, plan.runs, strict=True):
+        for request, run in zip(flight.requests, plan.runs, strict=True) if self._proposed else ():
             made = tokens.get(run.row, ())
             if run.row in drafted and made:
                 counters.count_drafts(len(drafted[run.row]), len(made) - 1)
@@ -126,7 +127,13 @@ class Drafting:
             bad = self._grammars.accepted(request, [each.draft.token for each in found[:bad]])
         return found[:bad]
 
-    def _useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool) -> int:
+    def _useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool, is_trial: bool) -> int:
+        """How many drafts of a request are run in a step that has so many tokens without them."""
         least = self._least_chance
         count = next((i for i, chance in enumerate(chances) if chance < least), len(chances)) if least else len(chances)
-        return self._costs.most_useful(chances[:count], tokens, expected, has_drafts) if self._costs else count
+        if self._costs is None:
+            return count
+        useful = self._costs.most_useful(chances[:count], tokens, expected, has_drafts)
+        if is_trial and not (useful or has_drafts) and count and chances[0] >= TRIAL_CHANCE:
+            return min(count, TRIAL_DRAFTS)
+        return useful

@@ -29,7 +29,9 @@ class ForcedTokens:
         reader = self._readers.get(request.request_id)
         if reader is None:
             reader = self._readers[request.request_id] = _Reader(request.grammar.matcher())
-        return [Draft(token) for token in reader.ask(request.output_token_ids, lambda read: read.forced(), [])[:most]]
+        nothing: list[int] = []
+        forced = reader.ask(request.output_token_ids, lambda read: read.forced(), nothing)
+        return [Draft(token) for token in forced[:most]]
 
     def accepted(self, request: Request, drafts: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the request's grammar lets through; none where it takes too long
