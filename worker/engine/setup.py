@@ -109,8 +109,7 @@ def load_engine(
     counts = agreed_pages(config, demand, world)
     kv = [backend.page_store(group.spec, count) for group, count in zip(loaded.cache_groups, counts, strict=True)]
     loaded.bind_cache(*kv)
-    eos = ends_of(model, loaded.spec)
-    parts = StepParts(backend.step_inputs(sizes, loaded), sampling, adapters)
+    eos, parts = ends_of(model, loaded.spec), StepParts(backend.step_inputs(sizes, loaded), sampling, adapters)
     groups, tiers = _group_limits(loaded.cache_groups, counts, host), Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
     records = collectives.capabilities.is_capturable and not model.enforce_eager

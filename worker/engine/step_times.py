@@ -15,7 +15,7 @@ from allspan.worker.step.model import StepModel
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROUNDS = 16
 LEAST_STEPS, MOST_SECONDS = 4, 3.0
-"""So many steps are timed, and more of them until that takes so long."""
+"""The steps that are timed at least, and the seconds after which no more are."""
 
 
 def step_times(batch: Batch, model: StepModel, collectives: Collectives, limits: Limits) -> dict[int, float]:
