@@ -10,6 +10,7 @@ import pytest
 from allspan import Engine, SamplingParams
 from allspan.protos.api.errors import AdapterNotFound, ConfigError
 from allspan.protos.api.options import RequestOptions
+from allspan.protos.config.speculation import Speculation
 from allspan.worker.models.holding import Holding
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
@@ -103,3 +104,22 @@ def test_steps_with_adapters_and_without_are_timed_together(adapted: Adapted) ->
     assert len({(op.op, op.kernel) for op in found}) == len(found)
     assert sum(op.share for op in found) == pytest.approx(1.0)
     assert all(op.count and op.min_ms > 0 for op in found)
+
+
+def test_drafts_change_no_bit_under_any_adapter(adapted: Adapted) -> None:
+    wanted = [(name, ids) for ids in SHORT for name in NAMES]
+    with adapted.engine(speculative_config='{"num_speculative_tokens": 7}') as engine:
+        plain = [
+            engine.generate([ids], GREEDY, RequestOptions(adapter=name, speculation=False))[0] for name, ids in wanted
+        ]
+        assert not engine.statistics().drafts
+        engine._core.draft_with(Speculation())  # whether it pays or not
+        for _ in range(2):  # at the second time, earlier answers of the adapter are there
+            started = [engine.start_request(ids, GREEDY, options=RequestOptions(adapter=name)) for name, ids in wanted]
+            for (handle, queue), expected in zip(started, plain, strict=True):
+                outputs = list(queue)
+                assert tuple(token for output in outputs for token in output.token_ids) == expected.token_ids
+                assert [entry for output in outputs for entry in output.logprobs] == list(expected.logprobs)
+                engine.release_request(handle)
+        told = engine.statistics()
+    assert told.accepted_tokens > 0.5 * len(wanted) * COUNT
