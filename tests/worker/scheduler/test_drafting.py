@@ -103,12 +103,16 @@ def test_earlier_answers_serve_their_own_salt_alone() -> None:
 def test_earlier_answers_are_bounded_for_a_salt_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "MOST_SALT_TOKENS", 400)
     monkeypatch.setattr(suffix, "MOST_SHARED_TOKENS", 1000)
+    monkeypatch.setattr(suffix, "SALT_TOKENS", 100)
     drafter = SuffixDrafter(Speculation())
     for number in range(60):
         answered(drafter, number, range(number * 60, number * 60 + 50), cache_salt=str(number % 4))
         assert drafter.num_shared_tokens <= 1000
     last = drafter.propose(*asked(99, [59 * 60 + 3, 59 * 60 + 4], cache_salt="3"))  # type: ignore[arg-type]
     assert ids(last) == [59 * 60 + 5 + i for i in range(4)]
+    for number in range(30):  # however short their answers are
+        answered(drafter, number, [1], cache_salt=f"short {number}")
+    assert len(drafter._answers) <= 10
 
 
 def test_no_earlier_answers_are_kept_where_none_are_asked_for() -> None:

@@ -14,7 +14,9 @@ from allspan.worker.scheduler.drafting.token_index import Found, TokenIndex
 from allspan.worker.scheduler.request import Request
 
 MOST_SHARED_TOKENS = 1 << 20
-"""Tokens of earlier answers that are kept for all salts together: 16 MB."""
+"""Tokens of earlier answers that are kept for all salts together: 24 MB at most."""
+SALT_TOKENS = 512
+"""A salt takes memory as for so many tokens more."""
 MOST_SALT_TOKENS = 1 << 17
 """The most of them that one salt has; the newest half at least is kept when there are more."""
 _BEFORE_ANSWER = 8
@@ -46,8 +48,10 @@ class _Answers:
         self.now, self.before = TokenIndex(), TokenIndex()
         self.num_now = 0
 
-    def __len__(self) -> int:
-        return len(self.now) + len(self.before)
+    @property
+    def weight(self) -> int:
+        """Its share of MOST_SHARED_TOKENS."""
+        return SALT_TOKENS + len(self.now) + len(self.before)
 
     def add(self, tokens: Sequence[int], most_answers: int) -> None:
         if self.num_now and (len(self.now) + len(tokens) > MOST_SALT_TOKENS // 2 or 2 * self.num_now >= most_answers):
@@ -57,7 +61,7 @@ class _Answers:
 
 
 class SuffixDrafter:
-    """Has an index of each running request's tokens, about 16 bytes a token, and one of earlier answers for each salt
+    """Has an index of each running request's tokens, 12 to 24 bytes a token, and one of earlier answers for each salt
     of the prefix cache and adapter. Requests that stay out of the prefix cache stay out of these, too."""
 
     def __init__(self, asked: Speculation) -> None:
@@ -70,7 +74,7 @@ class SuffixDrafter:
 
     @property
     def num_shared_tokens(self) -> int:
-        """Tokens of earlier answers."""
+        """Tokens of earlier answers, and what their salts take beside them."""
         return self._num_shared
 
     def propose(self, request: Request, before: Sequence[int], most: int) -> Sequence[Draft]:
@@ -102,13 +106,15 @@ class SuffixDrafter:
             return
         key, prompt_len = _key(request), len(request.prompt_token_ids)
         tokens = request.tokens(max(0, prompt_len - _BEFORE_ANSWER), request.num_tokens)
-        answers = self._answers.setdefault(key, _Answers())
+        if (answers := self._answers.get(key)) is None:
+            answers = self._answers[key] = _Answers()
+        else:
+            self._num_shared -= answers.weight
         self._answers.move_to_end(key)
-        self._num_shared -= len(answers)
         answers.add(tokens, self._most_answers)
-        self._num_shared += len(answers)
+        self._num_shared += answers.weight
         while self._num_shared > MOST_SHARED_TOKENS:
-            self._num_shared -= len(self._answers.popitem(last=False)[1])
+            self._num_shared -= self._answers.popitem(last=False)[1].weight
 
     def _shares(self, request: Request) -> bool:
         return self._most_answers > 0 and request.options.prefix_cache
