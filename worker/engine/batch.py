@@ -171,10 +171,10 @@ class Batch:
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
-        values = values | self._attention_values(rows, counts, values)
+        given = values | self._attention_values(rows, counts, values)
         if self._adapters is not None and (adapters := state.adapters[rows]).max() >= 0:
-            values["adapters"] = np.repeat(adapters, counts)
-        inputs = self.buffers.fill(values, common, len(rows))
+            given["adapters"] = np.repeat(adapters, counts)
+        inputs = self.buffers.fill(given, common, len(rows))
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
