@@ -45,8 +45,7 @@ Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
   const auto spec = std::make_shared<PackedSpec>(args.spec(3));
   const int64_t rows = args.floats(args.at(0), "x", {kAny, spec->inputs}).shape[0];
   const int out_at = is_gated(epilogue) ? 6 : 5;
-  const PackedLinearArgs product =
-      take_product(runtime, args, *spec, 1, out_at, args.number<int64_t>(4), epilogue);
+  const PackedLinearArgs product = take_product(runtime, args, *spec, 1, out_at, args.number<int64_t>(4), epilogue);
   return {rows,
           [product, spec](Worker& worker, int64_t rows) {
             PackedLinearArgs own = product;
@@ -67,7 +66,8 @@ Task expanded_linear(Runtime& runtime, OpArguments& args) {
   const int64_t rows = args.floats(args.at(0), "x", {kAny, held->spec.inputs}).shape[0];
   args.require(held->adapters.rows == rows, "low has not the rows of x");
   int64_t end = 0;
-  args.require(held->adapters.parts == static_cast<int64_t>(held->spec.parts.size()), "ends has not the weight's parts");
+  args.require(held->adapters.parts == static_cast<int64_t>(held->spec.parts.size()),
+               "ends has not the weight's parts");
   for (int64_t part = 0; part < held->adapters.parts; ++part)
     args.require(held->adapters.ends[part] == (end += held->spec.parts[part]), "ends has not the weight's parts");
   held->columns = adapter_columns_of(held->spec);

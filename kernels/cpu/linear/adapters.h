@@ -19,7 +19,7 @@ struct AdapterArgs {
   Type type;
   const int32_t* ranks;  // [num_places, parts], at most `rank`
   const int32_t* ends;   // [parts]: where the columns of each part end
-  int64_t rows;         // of x at most
+  int64_t rows;          // of x at most
   int64_t parts, panels, rank;
   Routing routing;  // of one choice a row
   float* out;       // [rows, ends[parts - 1]]
