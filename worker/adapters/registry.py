@@ -79,6 +79,8 @@ class AdapterRegistry:
         self._copies: dict[int, Staged] = {}
         self._reading: _Reading | None = None
         self._reader = ThreadPoolExecutor(1, "adapters")
+        self._writing = threading.Lock()
+        """Held by the reader while it writes: the slot of an adapter that is given up may be another one's next."""
 
     def take(self, module: AdapterModule, slot: int, staged: Staged, is_written: bool = False) -> None:
         """Takes an adapter in, which has its digest. `is_written`: it is in its slot already."""
@@ -136,7 +138,8 @@ class AdapterRegistry:
 
     def _give_up(self) -> None:
         if self._reading is not None:
-            self._reading.dropped.set()
+            with self._writing:
+                self._reading.dropped.set()
             self._reading.task.cancel()
         self._reading = None
 
@@ -145,8 +148,10 @@ class AdapterRegistry:
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         staged = self._slots.stage(resolved_folder(module.path, self._lora_dir), lambda: not dropped.is_set())
-        if slot >= 0 and self._slots.writes_beside_steps and not dropped.is_set():
-            self._slots.write(slot, staged)
+        if slot >= 0 and self._slots.writes_beside_steps:
+            with self._writing:
+                if not dropped.is_set():
+                    self._slots.write(slot, staged)
         return staged
 
 

@@ -20,11 +20,13 @@ MODULE = AdapterModule("sql", "/adapters/sql", digest=77)
 
 
 class Slots:
-    """Slots of no size: `failure` is what reading raises, `may_end` lets it end."""
-
-    writes_beside_steps = False
+    """Slots of no size: `failure` is what reading raises, `may_end` lets it end, `may_write` writing."""
 
     def __init__(self) -> None:
+        self.writes_beside_steps = False
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.is_writing = threading.Event()
         self.failure: Exception | None = None
         self.may_end = threading.Event()
         self.may_end.set()
@@ -40,6 +42,8 @@ class Slots:
         return {}
 
     def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+        self.is_writing.set()
+        assert self.may_write.wait(10)
         self.written.append(slot)
 
 
@@ -126,6 +130,18 @@ def test_reading_that_is_given_up_ends_early_and_leaves_nothing() -> None:
     wait_until(lambda: all(slots.given_up for slots in world.slots), what="the end of reading")
     assert [type(each) for each in world.add()] == [InternalError, InternalError]
     assert world.known() == [[], []]
+
+
+def test_a_slot_is_written_no_more_once_its_adapter_is_given_up() -> None:
+    slots = Slots()
+    slots.writes_beside_steps = True
+    slots.may_write.clear()
+    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", keeps_copies=True)
+    rank.read(load_argument(MODULE, 3))
+    assert slots.is_writing.wait(10)
+    threading.Timer(0.05, slots.may_write.set).start()
+    rank.drop(77)
+    assert slots.written == [3]  # the slot may be another adapter's from now on
 
 
 def test_an_adapter_with_a_slot_for_good_takes_no_host_memory_beside_it() -> None:
