@@ -10,6 +10,7 @@ from allspan.client.cluster.requests import Session
 from allspan.client.event_loop import HomeLoop
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.engine import OpProfile
+from allspan.protos.config.adapters import expanded
 
 ADAPTER_S = 60.0
 """Seconds for all ranks to load an adapter, where the caller says nothing."""
@@ -87,10 +88,10 @@ class ClusterOperations:
 
     def _adapter(self, name: str, path: str | Path, base_model_name: str) -> AdapterModule:
         """A load of its own. Without a folder that adapters must be below, a relative path begins here."""
-        folder, info = os.path.expanduser(path), self._session.info
+        folder, info = expanded(path), self._session.info
         if info is None or not info.lora_dir:
             folder = os.path.abspath(folder)
-        return AdapterModule(name, str(folder), base_model_name).loaded(os.urandom(16))
+        return AdapterModule(name, folder, base_model_name).loaded(os.urandom(16))
 
     def _control(self, operation: str, timeout: float) -> None:
         self._loop.run(self._session.control(operation, timeout))

@@ -11,7 +11,7 @@ from allspan.protos.api.errors import AdapterNotFound
 MAX_NAME_CHARS = 128
 NO_ADAPTER = -1
 """Stands for an adapter's digest in a request without one."""
-_DIGEST_BYTES = 6
+DIGEST_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AdapterModule:
         """Returns it with its digest (BLAKE2b, RFC 7693). Loads at a start need no `nonce`: all ranks and replicas, and
         later worlds, give them equal digests."""
         data = repr((self.name, self.path, self.base_model_name)).encode() + nonce
-        digest = int.from_bytes(hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest(), "little")
+        digest = int.from_bytes(hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest(), "little")
         return replace(self, digest=digest)
 
 

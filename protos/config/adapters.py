@@ -7,6 +7,7 @@ sql=/models/sql-lora
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -118,6 +119,12 @@ def split_modules(text: str) -> tuple[str, ...]:
         entries.append(text[:end].strip())
         text = text[end:]
     return tuple(entries)
+
+
+def expanded(path: str | Path) -> str:
+    """Returns a path without a `~`. One with a NUL, which no user's name may have, is left to those who check paths."""
+    text = str(path)
+    return text if "\0" in text else os.path.expanduser(text)
 
 
 def plain_name(name: str) -> str:

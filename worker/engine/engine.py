@@ -40,6 +40,7 @@ from allspan.protos.api.prompts import (
 )
 from allspan.protos.api.results import Output, RequestHandle, ResultQueue
 from allspan.protos.api.sampling import SamplingParams
+from allspan.protos.config.adapters import expanded
 from allspan.protos.embeddings.calls import EmbeddingCalls
 from allspan.protos.embeddings.card import EmbeddingCard, embedding_card
 from allspan.protos.text.defaults import default_params
@@ -241,7 +242,7 @@ class Engine(EmbeddingCalls):
         self._core.rebalance_experts(timeout)
 
     def load_lora(self, name: str, path: str | Path, timeout: float = 60.0) -> None:
-        module = AdapterModule(name, os.path.expanduser(path))
+        module = AdapterModule(name, expanded(path))
         self._core.adapters.load(module.loaded(os.urandom(16)), timeout)
 
     def unload_lora(self, name: str, timeout: float = 60.0) -> int:

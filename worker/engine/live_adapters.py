@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from allspan.protos.api.adapters import AdapterModule, unknown_adapter
+from allspan.protos.api.adapters import DIGEST_BYTES, AdapterModule, unknown_adapter
 from allspan.protos.api.errors import (
     AdapterInUse,
     AdapterLoaded,
+    AdapterNotFound,
     AllspanError,
     DeadlineExceeded,
     InvalidRequest,
@@ -29,6 +30,8 @@ MAX_TEXT_CHARS = 4096
 """Most characters of a path, which goes to all ranks in a plan."""
 DROP_S = 10.0
 """Wait for all ranks to forget an adapter that could not be loaded."""
+MOST_UNLOADED = 4096
+"""Unloaded adapters that are remembered; the oldest are forgotten first."""
 POLL_S = 0.005
 """Between two looks at whether all ranks have read an adapter."""
 
@@ -57,6 +60,8 @@ class LiveAdapters:
         self._operations, self._operate, self._changed = operations, operate, changed
         self._most, self._model = most_adapters(config.adapters), config.model.name
         self._one_call = threading.Lock()
+        self._unloaded: dict[int, None] = {}
+        """The digests of adapters that were unloaded: the prefix cache may still have pages of theirs."""
         self.version = 0
         """Rises with each change of what is listed."""
         self.actions: dict[Operation, Callable[[bytes], None]] = {}
@@ -77,9 +82,9 @@ class LiveAdapters:
 
     def load(self, module: AdapterModule, timeout: float) -> None:
         """Has all ranks load an adapter, which has its digest, and returns once requests may take it; one that is
-        there is left alone. Raises InvalidRequest, AdapterLoaded for the name of another one, TooManyAdapters,
-        AdapterInUse, PermissionDenied, AdapterRank, and DeadlineExceeded after `timeout` seconds: then no rank has it.
-        """
+        there is left alone. Raises InvalidRequest, AdapterLoaded for the name of another one, AdapterNotFound for a
+        load that was unloaded, TooManyAdapters, AdapterInUse, PermissionDenied, AdapterRank, and DeadlineExceeded after
+        `timeout` seconds: then no rank has it."""
         deadline = time.monotonic() + timeout
 
         def left() -> float:
@@ -100,10 +105,10 @@ class LiveAdapters:
                 slot = self._table.add(module.digest, is_loading=True)
             try:
                 self._operate(Operation.READ_ADAPTER, left(), load_argument(module, slot))
-                while not self._table.takes_requests(module.digest):
+                while self._table.is_loading(module.digest):
                     self._registry.wait(left())
                     self._operate(Operation.ADD_ADAPTER, left())
-                    if not self._table.takes_requests(module.digest):  # another rank is not as far
+                    if self._table.is_loading(module.digest):  # another rank is not as far
                         time.sleep(min(POLL_S, left()))
             except AllspanError:
                 with contextlib.suppress(AllspanError):
@@ -121,12 +126,18 @@ class LiveAdapters:
             found = next((each for each in listed if plain_name(each.name) == plain_name(name)), None)
             if found is None:
                 raise unknown_adapter(name, [each.name for each in listed])
+            self._unloaded[found.digest] = None
+            if len(self._unloaded) > MOST_UNLOADED:
+                del self._unloaded[next(iter(self._unloaded))]
         return self._close(found.digest, timeout)
 
     def _close(self, adapter: int, timeout: float) -> int:
         """Refuses new requests for it, also where it is taken in only now, and has all ranks forget it: at once, or
-        when the requests that it returns the number of have ended. Raises as `Operations.wait`."""
+        when the requests that it returns the number of have ended; one that is gone already is passed over. Raises as
+        `Operations.wait`."""
         with self._changed:
+            if adapter not in self._table:
+                return 0
             self.version += 1
             num_requests = self._table.close(adapter)
             if not self._table.take_if_unused(adapter):
@@ -145,13 +156,11 @@ class LiveAdapters:
                 raise AdapterLoaded(
                     f"an adapter {each.name!r} is loaded already: unload it first, or choose another name"
                 )
-        if problem := name_problem(module.name, (self._model,)):
-            raise InvalidRequest(f"lora_name is {problem}", "lora_name")
-        for field, text in (("lora_path", module.path), ("base_model_name", module.base_model_name)):
-            if len(text) > MAX_TEXT_CHARS or "\0" in text:
-                raise InvalidRequest(
-                    f"{field} has {len(text)} characters, must have at most {MAX_TEXT_CHARS}, none of them NUL", field
-                )
+        if module.digest in self._unloaded:
+            raise AdapterNotFound(f"this load of the adapter {module.name!r} was unloaded: load it anew")
+        if module.digest in self._table:
+            raise AdapterInUse(f"the adapter {module.name!r} could not be loaded, and is being removed: try again")
+        _check_module(module, self._model)
         if len(self._table) >= self._most:
             if waiting := len(self._table) - len(listed):
                 raise AdapterInUse(
@@ -180,3 +189,16 @@ class LiveAdapters:
         with self._changed:
             self._table.remove(adapter)
             self.version += 1
+
+
+def _check_module(module: AdapterModule, model: str) -> None:
+    """Raises InvalidRequest for a name that is none, texts that are too long for a plan, and a digest that is none."""
+    if not 0 < module.digest < 1 << 8 * DIGEST_BYTES:
+        raise InvalidRequest(f"digest is {module.digest}, must have {8 * DIGEST_BYTES} bits and not be 0", "digest")
+    if problem := name_problem(module.name, (model,)):
+        raise InvalidRequest(f"lora_name is {problem}", "lora_name")
+    for field, text in (("lora_path", module.path), ("base_model_name", module.base_model_name)):
+        if len(text) > MAX_TEXT_CHARS or "\0" in text:
+            raise InvalidRequest(
+                f"{field} has {len(text)} characters, must have at most {MAX_TEXT_CHARS}, none of them NUL", field
+            )

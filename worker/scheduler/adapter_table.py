@@ -53,6 +53,10 @@ class AdapterTable:
         """Adapters that take up a place: also those that were closed and still have requests."""
         return len(self._held)
 
+    def __contains__(self, adapter: int) -> bool:
+        """Whether it takes up a place."""
+        return adapter in self._held
+
     def add(self, adapter: int, is_loading: bool = False) -> int:
         """Takes an adapter in and returns its slot, to which the caller brings it; -1: none is free, so that it gets
         one when a request needs it. One that is still loading has requests after `open`."""
@@ -77,6 +81,10 @@ class AdapterTable:
     def takes_requests(self, adapter: int) -> bool:
         held = self._held.get(adapter)
         return held is not None and not (held.is_loading or held.is_closing)
+
+    def is_loading(self, adapter: int) -> bool:
+        held = self._held.get(adapter)
+        return held is not None and held.is_loading
 
     def take_unused(self) -> list[int]:
         """Returns the closed adapters that no request has any more, each once: they can be removed."""

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from allspan import Engine, SamplingParams
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import (
     AdapterInUse,
     AdapterLoaded,
@@ -25,6 +26,7 @@ from allspan.protos.api.errors import (
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import ResultQueue
 from allspan.worker.process.host import rss_bytes
+from allspan.worker.scheduler.plan import Operation
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 from support.waiting import wait_until
@@ -157,6 +159,7 @@ def limited(adapted: Adapted) -> Iterator[Engine]:
         ("a", "broken", InvalidRequest, "there are no tensors"),
         ("a", "x" * 5000, InvalidRequest, "lora_path has 5000 characters, must have at most 4096"),
         ("a", "one\0", InvalidRequest, "none of them NUL"),
+        ("a", "~one\0", InvalidRequest, "none of them NUL"),
         ("a", "~nobody-of-this-name/one", InvalidRequest, "is missing"),
         ("a b", "one", InvalidRequest, "a name must have letters"),
         ("BASE", "one", InvalidRequest, "'BASE', which is the model's own name"),
@@ -188,6 +191,47 @@ def test_a_name_that_is_taken_a_rank_that_is_too_high_and_one_too_many_are_refus
         limited.load_lora("more", "one")
     for name in ("one", "other"):
         limited.unload_lora(name)
+
+
+def test_a_load_that_was_unloaded_is_not_taken_in_again_while_requests_have_it_and_afterwards(adapted: Adapted) -> None:
+    module = AdapterModule("one", str(adapted.folder / "one")).loaded(b"a client that was away has this load")
+    with adapted.engine(max_loras=2) as engine:
+        adapters = engine._core.adapters
+        adapters.load(module, 10)
+        _, queue = running(engine, "one")
+        assert engine.unload_lora("one") == 1
+        with pytest.raises(AdapterNotFound, match="this load of the adapter 'one' was unloaded: load it anew"):
+            adapters.load(module, 10)
+        list(queue)
+        wait_until(lambda: engine.statistics().adapters_loaded == 0, what="the place of the adapter")
+        with pytest.raises(AdapterNotFound, match="load it anew"):  # cached pages have its digest
+            adapters.load(module, 10)
+        engine._core.check()
+        engine.load_lora("one", module.path)
+        ask(engine, "one", adapted)
+
+
+@pytest.mark.parametrize("digest", [0, 1 << 48])
+def test_a_digest_that_keys_of_pages_cannot_have_is_refused(limited: Engine, digest: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"digest is {digest}, must have 48 bits"):
+        limited._core.adapters.load(AdapterModule("a", "one", digest=digest), 10)
+
+
+def test_an_adapter_that_is_unloaded_as_soon_as_it_is_there_was_loaded(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adapted.engine(enable_lora=True) as engine:
+        operate = engine._core.operate
+
+        def then_unload(operation: Operation, timeout: float, argument: bytes = b"") -> None:
+            operate(operation, timeout, argument)
+            if operation is Operation.ADD_ADAPTER and engine.list_loras():
+                assert engine.unload_lora("one") == 0
+
+        monkeypatch.setattr(engine._core.adapters, "_operate", then_unload)
+        engine.load_lora("one", adapted.folder / "one")
+        assert engine.list_loras() == ()
+        assert engine.statistics().adapters_loaded == 0
 
 
 def test_an_engine_without_room_for_adapters_says_how_to_make_some(adapted: Adapted) -> None:
