@@ -314,19 +314,20 @@ class Session:
 
     async def _admit(self, request: OpenRequest) -> None:
         """Sends it to the best replica that takes it. Raises the last one's refusal."""
-        refusal: AllspanError = Unavailable(self.router.down_cause or "no replica takes requests")
+        refusal: AllspanError | None = None
+        lost: AllspanError | None = None
         for replica, hit_tokens in self.router.ranked(request):
             if (world := replica.world) is None:
                 continue
             if not replica.knowledge.adapters.has(request.adapter):
-                refusal = lost_adapter(request.options.adapter)
+                lost = lost_adapter(request.options.adapter)
                 continue
             try:
                 await self._send(request, replica, world, hit_tokens)
                 return
             except (AlreadyExists, QueueFull, Unavailable) as error:
                 refusal = error
-        raise refusal
+        raise refusal or lost or Unavailable(self.router.down_cause or "no replica takes requests")
 
     async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_tokens: int) -> None:
         """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""
