@@ -203,13 +203,13 @@ class WorldClient:
         """Has all ranks load an adapter, or none; raises as `LiveAdapters.load`."""
         request = pb.LoadAdapterRequest(adapter=adapter_to_wire(adapter), timeout_s=timeout)
         reply = await self._transports[0].unary(LOAD_ADAPTER, request, timeout + self._call_timeout)
-        self._knowledge.adapters.hear(reply.adapters)
+        self._hear(reply)
 
     async def unload_adapter(self, name: str, timeout: float) -> int:
         """Refuses new requests for an adapter, and returns the number of those that still have it. AdapterNotFound."""
         request = pb.UnloadAdapterRequest(name=name, timeout_s=timeout)
         reply = await self._transports[0].unary(UNLOAD_ADAPTER, request, timeout + self._call_timeout)
-        self._knowledge.adapters.hear(reply.adapters)
+        self._hear(reply)
         return reply.num_requests
 
     async def inspect(self, what: str) -> dict[str, Any]:
@@ -246,6 +246,12 @@ class WorldClient:
         for request in list(self.requests.values()):
             request.lose()
 
+    def _hear(self, reply: pb.AdapterReply) -> None:
+        """Takes in the leader's adapters. Raises Unavailable where this world was lost meanwhile."""
+        if self.gone.done():
+            raise Unavailable(self.loss_report() or "the engine is closed")
+        self._knowledge.adapters.hear(reply.adapters)
+
     def _end(self) -> None:
         if not self.gone.done():
             self.gone.set_result(None)
@@ -272,7 +278,7 @@ class WorldClient:
             async for message in self._transports[rank].stream(RESULTS, request):
                 is_news = self._health.hear(rank)
                 self._first_messages[rank].set()
-                if rank == 0:
+                if rank == 0 and not self.gone.done():  # what is known then is of the next world
                     is_news |= self._health.note_leader(message.progress, message.refusal, bool(self.requests))
                     if not self._knowledge.hear(message, self.info.model):
                         self._ask_for_pages()
