@@ -93,16 +93,28 @@ class ReplicaAdapters:
 
     async def bring(self, world: AdapterWorld) -> None:
         """Has a new world, which has told its adapters, load those of the cluster that it lacks, and unload those that
-        it was started with and that were unloaded since. One that can be loaded no more is given up. Raises
-        Unavailable, DeadlineExceeded."""
-        for adapter in [each for each in self._told.values() if self._cluster.is_unloaded(each.digest)]:
-            await world.unload_adapter(adapter.name, BRING_S)
-        for adapter in self._cluster.missing(self._told):
-            try:
-                await world.load_adapter(adapter, BRING_S)
-                logger.info("the adapter %r is loaded again", adapter.name)
-            except (Unavailable, DeadlineExceeded):
-                raise
-            except AllspanError as error:
-                logger.warning("a new world goes without an adapter of the one before: %s", error.message)
-                self._cluster.forget(adapter.digest)
+        it was started with and that were unloaded since, also while this runs. One that can be loaded no more is given
+        up. Raises Unavailable, DeadlineExceeded."""
+        given_up: set[int] = set()
+        while True:
+            over = [each for each in self._told.values() if self._cluster.is_unloaded(each.digest)]
+            missing = self._cluster.missing(self._told.keys() | given_up)
+            if over:
+                await world.unload_adapter(over[0].name, BRING_S)
+            elif not missing:
+                return
+            elif not await self._load(world, missing[0]):
+                given_up.add(missing[0].digest)
+
+    async def _load(self, world: AdapterWorld, adapter: AdapterModule) -> bool:
+        """Whether a new world has loaded it. Raises Unavailable, DeadlineExceeded."""
+        try:
+            await world.load_adapter(adapter, BRING_S)
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except AllspanError as error:
+            logger.warning("a new world goes without an adapter of the one before: %s", error.message)
+            self._cluster.forget(adapter.digest)
+            return False
+        logger.info("the adapter %r is loaded again", adapter.name)
+        return True

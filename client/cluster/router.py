@@ -194,13 +194,15 @@ class Router:
         """Has every replica that is up load an adapter, or none. Raises the first one's failure."""
 
         async def one(replica: Replica, world: WorldClient) -> None:
-            await world.load_adapter(adapter, timeout)
+            if not replica.knowledge.adapters.has(adapter.digest):
+                await world.load_adapter(adapter, timeout)
 
-        answers, failures = await self._ask_all(one)
-        if failures:
-            if answers:
-                await self._unload(adapter, timeout)
-            raise failures[0]
+        for _ in ("those that are up", "those that have come up meanwhile"):
+            answers, failures = await self._ask_all(one)
+            if failures:
+                if answers:
+                    await self._unload(adapter, timeout)
+                raise failures[0]
 
     async def unload_adapter(self, name: str, timeout: float) -> int:
         """Has every replica that is up refuse new requests for an adapter, and returns the number of requests that

@@ -9,7 +9,7 @@ import pytest
 
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.adapters import AdapterModule
-from allspan.protos.api.errors import AdapterNotFound, InvalidRequest
+from allspan.protos.api.errors import AdapterNotFound, InvalidRequest, QueueFull
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.convert import adapters_to_wire
 from support.fake_transport import SQL
@@ -90,6 +90,58 @@ async def test_what_another_client_loads_and_unloads_is_told_to_this_one(cluster
     await until(lambda: listed() == (law,))
     await asyncio.sleep(0.01)
     assert listed() == (law,)  # an older word changes nothing
+
+
+async def test_what_a_lost_world_still_tells_is_not_taken_for_the_next_ones_word(cluster: MortalCluster) -> None:
+    router, law = cluster.session.router, AdapterModule("law", "/law").loaded(b"1")
+    await router.load_adapter(law, 5)
+    leaders = cluster.ranks[0].stream
+    cluster.ranks[1].break_stream()
+    await until(lambda: not router.ready)
+    leaders.put_nowait(pb.StepOutputs(adapters=adapters_to_wire(9, [SQL, law])))
+    await until(leaders.empty)
+    await cluster.die_and_return()
+    assert cluster.ranks.adapters == [SQL, law]
+    router.replicas[0].knowledge.adapters.hear(adapters_to_wire(cluster.ranks.version + 1, [SQL]))
+    assert router.adapters.listed() == (SQL,)  # heard, though the lost one's versions were higher
+
+
+async def test_a_replica_that_comes_up_while_an_adapter_is_loaded_and_unloaded_has_the_same(two: Replicas) -> None:
+    router, law = two.session.router, AdapterModule("law", "/law").loaded(b"1")
+    two.kill(1)
+    await until(lambda: len(router.ready) == 1)
+
+    async def first_the_other_comes_up(request: pb.LoadAdapterRequest) -> None:
+        two.restart(1)
+        await until(lambda: len(router.ready) == 2)
+
+    two.ranks[0][0].replies["LoadAdapter"] = first_the_other_comes_up
+    await router.load_adapter(law, 5)
+    assert [ranks.adapters for ranks in two.ranks] == [[SQL, law], [SQL, law]]
+    two.kill(1)
+    await until(lambda: len(router.ready) == 1)
+    two.restart(1)
+
+    async def first_it_is_unloaded(request: pb.LoadAdapterRequest) -> None:
+        await router.unload_adapter("law", 5)
+
+    two.ranks[1][0].replies["LoadAdapter"] = first_it_is_unloaded
+    await until(lambda: len(router.ready) == 2)
+    assert [ranks.adapters for ranks in two.ranks] == [[SQL], [SQL]]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+async def test_a_replica_without_the_adapter_does_not_hide_that_the_other_is_full(two: Replicas, lacking: int) -> None:
+    router, law = two.session.router, AdapterModule("law", "/law").loaded(b"1")
+    await router.load_adapter(law, 5)
+    two.kill(lacking)
+    await until(lambda: len(router.ready) == 1)
+    two.restart(lacking)
+    two.ranks[lacking][0].replies["LoadAdapter"] = InvalidRequest("the folder is gone", "lora_path")
+    await until(lambda: len(router.ready) == 2)
+    two.ranks[1 - lacking][0].replies["StartRequest"] = QueueFull("try again")
+    with pytest.raises(QueueFull):
+        await two.start(options=RequestOptions(adapter="law"))
 
 
 async def test_an_adapter_is_loaded_on_all_replicas_or_on_none(two: Replicas) -> None:
