@@ -44,8 +44,8 @@ class LowRank:
 
 
 class PeftFolder:
-    """The matrices of an adapter, by the names of the base model's modules ("model.layers.0.self_attn.q_proj"). Files
-    are memory-mapped."""
+    """The matrices of an adapter, by the names of the base model's modules ("model.layers.0.self_attn.q_proj"). Their
+    file may be written meanwhile: then reading fails."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the headers. Raises CheckpointError for what PEFT does not write, and for what is not supported."""

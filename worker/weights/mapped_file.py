@@ -1,8 +1,11 @@
-"""A file mapped into memory, read-only in effect: pages are read when touched and can be given back."""
+"""A file mapped into memory, read-only in effect: pages are read when touched and can be given back. And one that is
+read, for files that others may write meanwhile."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -11,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.protos.model_files.regular_file import open_regular
+from allspan.protos.model_files.regular_file import open_regular, unreadable
 
 
 class MappedFile:
@@ -35,3 +38,31 @@ class MappedFile:
         """Drops the pages from this process (they stay in the system's page cache)."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED)
+
+
+class ReadFile:
+    """A file that is read where a `view` is made. It may be cut meanwhile, which ends a process that has it mapped."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        """`file`: the path, open already; it may be closed afterwards."""
+        self.path = path
+        self._handle = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._handle)
+
+    def view(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Returns a copy. Raises CheckpointError where the file has become shorter, or cannot be read."""
+        found, begin = np.empty(num_bytes, np.uint8), 0
+        while begin < num_bytes:
+            try:
+                count = os.preadv(self._handle, [found[begin:].data], offset + begin)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path} was cut while it was read: let its writer finish, and load it again"
+                )
+            begin += count
+        return found
+
+    def release(self) -> None:
+        """There is nothing to give back."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.model_files.regular_file import open_regular
 from allspan.protos.model_files.weight_files import check_index, tensors_of, weight_files
-from allspan.worker.weights.mapped_file import MappedFile
+from allspan.worker.weights.mapped_file import MappedFile, ReadFile
 from allspan.worker.weights.usual_names import usual_names
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -32,7 +32,7 @@ _CHUNK = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    file: MappedFile
+    file: MappedFile | ReadFile
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -45,13 +45,13 @@ class TensorFolder:
     naming = "hugging_face"
 
     def __init__(self, folder: Path, file: str = "") -> None:
-        """Maps every file, or the one of this name, and checks its header; raises CheckpointError naming the file and
-        the tensor."""
+        """Maps every file and checks its header; of a `file` that is named reads what is asked for, since it may be
+        written while others are served. Raises CheckpointError naming the file and the tensor."""
         self._folder = folder
-        self._files: list[MappedFile] = []
+        self._files: list[MappedFile | ReadFile] = []
         self._tensors: dict[str, Stored] = {}
         for path in [folder / file] if file else weight_files(folder):
-            self._open(path)
+            self._open(path, ReadFile if file else MappedFile)
         if not file:
             check_index(folder, {name: stored.file.path for name, stored in self._tensors.items()})
         usual = usual_names(self._tensors)
@@ -99,10 +99,10 @@ class TensorFolder:
             raw = raw.clone()
         return raw.view(dtype).view(stored.shape)
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, kind: type[MappedFile | ReadFile]) -> None:
         with open_regular(path) as opened:
             tensors = tensors_of(opened, path)
-            file = MappedFile(path, opened)
+            file = kind(path, opened)
         self._files.append(file)
         for name, stored in tensors.items():
             if name in self._tensors:

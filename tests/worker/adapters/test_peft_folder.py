@@ -155,6 +155,13 @@ def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
         PeftFolder(adapter)
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_refused_and_ends_no_process(adapter: Path) -> None:
+    folder, file = PeftFolder(adapter), adapter / "adapter_model.safetensors"
+    os.truncate(file, 4096)  # of the header
+    with pytest.raises(CheckpointError, match="was cut while it was read: let its writer finish"):
+        folder.matrices(next(iter(folder.modules)), torch.float32)
+
+
 def test_scales_follow_the_first_pattern_that_matches(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     values = {
