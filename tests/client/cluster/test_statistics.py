@@ -14,7 +14,11 @@ from allspan.protos.convert import counters_to_wire
 
 def counters(scale: int) -> EngineCounters:
     """Each has a value of its own."""
-    single: dict[str, Any] = {"weights_loaded": scale == 1, "step_tokens": (scale, 2 * scale)}
+    single: dict[str, Any] = {
+        "weights_loaded": scale == 1,
+        "step_tokens": (scale, 2 * scale),
+        "accepted_per_position": (scale,) * min(scale, 2),
+    }
     return EngineCounters(**{name: scale * (i + 1) for i, name in enumerate(COUNTERS)} | single)
 
 
@@ -52,6 +56,7 @@ def test_replicas_are_added_up() -> None:
     assert whole.prompt_tokens == 11 * worlds[0].prompt_tokens
     assert whole.pages_total == 11 * worlds[0].pages_total
     assert whole.step_tokens == (11, 22)
+    assert whole.accepted_per_position == (11, 10)
     assert whole.experts == (ExpertLoad(3, (11, 22), (2.0, 4.0)),)
     assert (whole.page_size, whole.weights_version) == (worlds[0].page_size, worlds[0].weights_version)
     assert not whole.weights_loaded, "one world has none"
