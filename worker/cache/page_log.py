@@ -19,7 +19,7 @@ MAX_CHANGES = 65536
 
 CachedPage = tuple[bytes, bytes, bool, int]
 """The key of the page before it (b"": it is the first), its token ids (int32), whether it is in the host tier, and the
-slot of its adapter (-1: none)."""
+digest of its adapter (-1: none)."""
 
 
 @dataclass(slots=True)
