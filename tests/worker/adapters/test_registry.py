@@ -26,7 +26,7 @@ class Slots:
         self.writes_beside_steps = False
         self.may_write = threading.Event()
         self.may_write.set()
-        self.is_writing = threading.Event()
+        self.is_reading, self.is_writing = threading.Event(), threading.Event()
         self.failure: Exception | None = None
         self.may_end = threading.Event()
         self.may_end.set()
@@ -35,6 +35,7 @@ class Slots:
 
     def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
         assert path == Path(MODULE.path)
+        self.is_reading.set()
         assert self.may_end.wait(10)
         self.given_up = not goes_on()
         if self.failure is not None:
@@ -123,7 +124,8 @@ def test_reading_that_is_given_up_ends_early_and_leaves_nothing() -> None:
     for slots in world.slots:
         slots.may_end.clear()
     world.read()
-    for rank in world.ranks:
+    for rank, slots in zip(world.ranks, world.slots, strict=True):
+        assert slots.is_reading.wait(10)
         rank.drop(77)
     for slots in world.slots:
         slots.may_end.set()
