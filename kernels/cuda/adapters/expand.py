@@ -17,6 +17,9 @@ from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu,
 from allspan.kernels.cuda.linear.call import GATED
 from allspan.kernels.ops import Routing
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _ROWS = 4
 """Rows that a thread has at once."""
 _LEAST, _MOST, _WAVES = 8, 64, 4

@@ -16,6 +16,9 @@ from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import FLOATS
 
+LEAST_CAPABILITY = (7, 5)
+"""See variants.py."""
+
 _FEW_ROWS = 256
 """Rows up to which blocks have a single tile of features: what counts is that all of the GPU reads matrices."""
 _SETS, _MOST_SPLITS = 40, 16
