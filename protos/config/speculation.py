@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import WorkerConfig
-from allspan.protos.model_files.json_values import parse_object
+from allspan.protos.model_files.json_values import parse_object, shown
 
 METHODS = ("suffix", "ngram")
 
@@ -60,7 +60,7 @@ def parse_speculation(text: str) -> Speculation | None:
             raise ConfigError(f"speculative_config has the key {key[:64]!r}, known are {', '.join(known)}")
         values[key] = _checked(key, value)
     if values.get("method", METHODS[0]) not in METHODS:
-        raise ConfigError(f"speculative_config: method is {values['method']!r}, must be {' or '.join(METHODS)}")
+        raise ConfigError(f"speculative_config: method is {shown(values['method'])}, must be {' or '.join(METHODS)}")
     least, most = (values.get(f"prompt_lookup_{end}") or 0 for end in ("min", "max"))
     least, most = least or most or 5, most or least or 5
     if least > most:
@@ -87,11 +87,9 @@ def speculation_of(config: WorkerConfig) -> Speculation | None:
 
 def _checked(key: str, value: Any) -> Any:
     kind = get_type_hints(Speculation)[key]
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
+    if type(value) is not kind and (kind, type(value)) != (float, int):
         raise ConfigError(f"speculative_config: {key} is {str(value)[:64]!r}, must be of type {kind.__name__}")
     low, high = LIMITS.get(key, (0, 0))
-    if key in LIMITS and not low <= value <= high:
-        raise ConfigError(f"speculative_config: {key} is {value}, must be from {low:g} to {high:g}")
-    return value
+    if key in LIMITS and not low <= value <= high:  # an integer may be larger than a float can be
+        raise ConfigError(f"speculative_config: {key} is {shown(value)}, must be from {low:g} to {high:g}")
+    return kind(value)

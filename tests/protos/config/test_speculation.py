@@ -36,7 +36,8 @@ def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0, must be from 1 to 63"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is 'True', must be of type int"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, must be at most"),
-        ('{"suffix_decoding_min_token_prob": 2}', "is 2.0, must be from 0 to 1"),
+        ('{"suffix_decoding_min_token_prob": 2}', "is 2, must be from 0 to 1"),
+        ('{"suffix_decoding_max_spec_factor": ' + "9" * 400 + "}", "is an integer of 1329 bits, must be from"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, why: str) -> None:
