@@ -127,6 +127,7 @@ def _draft(core: EngineCore, config: WorkerConfig, model: Model, collectives: Co
     if (asked := speculation_of(config)) is None:
         return
     seconds = core.time_steps(model, collectives)
+    model.forget_expert_loads()  # the tokens of these steps are nobody's
     if core.is_leader:
         core.draft_with(asked, seconds)
 

@@ -111,6 +111,12 @@ class Model:
         placement = self.holding.placement
         return tuple(ExpertLoad(layer, own, placement(layer, len(own)).tokens(own)) for layer, own in found.items())
 
+    def forget_expert_loads(self) -> None:
+        """`expert_loads` counts from now on. To be called while no step runs."""
+        for name, tensor in self._constants.items():
+            if name.startswith(f"{EXPERT_LOAD}."):
+                tensor.zero_()
+
     def place_experts(self, layer: int, placement: Placement) -> None:
         """Routes tokens by another placement from the next step on; the weights must be there."""
         table = self._constants[f"{EXPERT_PLACES}.{layer}"]

@@ -229,6 +229,19 @@ def test_a_request_can_opt_out(tiny: Path, plain: dict[int, dict[bytes, Output]]
     assert not play(tiny, Speculation(), [one])[1].drafts
 
 
+def test_experts_have_had_no_tokens_when_the_first_request_comes(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2_moe", eos_token_id=None, bos_token_id=None, vocab_size=VOCAB)
+    config = WorkerConfig(
+        ModelConfig(str(tmp_path), "tiny", max_model_len=64),
+        ServiceConfig("-"),
+        CacheConfig(page_size=PAGE, kv_cache_bytes=2**20),
+        SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, speculative_config="{}"),
+    )
+    loads = load_engine(config, op_set("cpu", 1), LocalCollectives()).model.expert_loads()
+    assert loads
+    assert not any(sum(load.tokens) for load in loads)
+
+
 TWO_LAYERS = {"num_hidden_layers": 2}
 WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
 
