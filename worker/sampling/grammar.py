@@ -147,6 +147,11 @@ class OutputMatcher:
         except MatcherFailed:
             self._matcher, self._consumed = self._grammar.matcher(), self._prompt_len
 
+    def restart(self) -> None:
+        """The matcher failed behind drafts that were taken back: another one reads the tokens from the first on."""
+        self._matcher, self._is_own = self._grammar.matcher(), False
+        self._consumed, self._first_draft = self._prompt_len, len(self._tokens)
+
     def _fill(self, position: int, mask: Words) -> bool:
         drafts = self._tokens[max(self._consumed, self._first_draft) : position].tolist()
         if drafts:
@@ -211,6 +216,8 @@ class GrammarRow:
         self._is_whole = False
         """The text before that position is whole."""
         self._failure = ""
+        self._failed_at = -1
+        """The position whose mask could not be made."""
 
     def make(self, position: int) -> None:
         """Makes the mask for `position`. Idempotent."""
@@ -219,13 +226,12 @@ class GrammarRow:
         started = time.thread_time()
         try:
             is_whole = self._matcher.fill(position, self._mask)
-        except MatcherFailed as error:
-            self.fail(position, str(error))
-            return
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also what a library's panic is raised as: it is this row's trouble alone
-            self.fail(position, f"{type(error).__name__}: {error}")
+            why = str(error) if isinstance(error, MatcherFailed) else f"{type(error).__name__}: {error}"
+            self._failed_at = position
+            self.fail(position, self._spend(started, position) or why)
             return
         if self._failure:  # it came too late
             return
@@ -233,8 +239,11 @@ class GrammarRow:
             self._mask |= self._ends
         self._ids = self._seen.ids_of(self._mask) if self._on_host else None
         self._is_whole, self._position = is_whole, position
-        if too_much := self._allowance.spend(time.thread_time() - started, position - self._prompt_len):
+        if too_much := self._spend(started, position):
             self.fail(position, too_much)
+
+    def _spend(self, started: float, position: int) -> str:
+        return self._allowance.spend(time.thread_time() - started, position - self._prompt_len)
 
     def begin_drafts(self, position: int) -> None:
         """Tokens from `position` on are drafts, which need not be of the grammar's language."""
@@ -243,7 +252,10 @@ class GrammarRow:
     def retract(self, position: int) -> None:
         """The tokens before `position` hold, those from there on were taken back, and none is a draft any more."""
         self._position = -1
-        if not self._failure:
+        if self._failed_at > position:  # behind a draft that was not kept
+            self._failure, self._failed_at = "", -1
+            self._matcher.restart()
+        elif not self._failure:
             self._matcher.retract(position)
 
     def fail(self, position: int, why: str) -> None:

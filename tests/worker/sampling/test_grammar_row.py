@@ -137,3 +137,30 @@ def test_the_verdict_says_why_nothing_is_left(output: tuple[int, ...], first_end
     row = GrammarRow(Grammar(), tokens_of(*output), PROMPT_LEN, [], SeenMasks(VOCABULARY), first_end)
     row.make(PROMPT_LEN + len(output))
     assert row.verdict == verdict
+
+
+class Brittle(Counting):
+    """Takes any token for one of its language, and fails at the first that is none."""
+
+    def accepts(self, token_ids: list[int]) -> int:
+        return len(token_ids)
+
+
+class BrittleGrammar(Grammar):
+    def matcher(self) -> Counting:
+        return Brittle()
+
+    own_matcher = matcher
+
+
+@pytest.mark.parametrize(("kept", "verdict"), [(0, ALL_MASKED), (1, GRAMMAR_FAILED)])
+def test_a_matcher_that_fails_behind_a_draft_fails_the_row_only_where_that_is_kept(kept: int, verdict: int) -> None:
+    tokens = tokens_of(1, 7)
+    row = GrammarRow(BrittleGrammar(), tokens, PROMPT_LEN, [], SeenMasks(VOCABULARY))
+    row.begin_drafts(PROMPT_LEN + 1)
+    assert [allowed(row.mask(PROMPT_LEN + count)) for count in (1, 2)] == [[2], []]
+    row.retract(PROMPT_LEN + 1 + kept)
+    if not kept:
+        tokens[PROMPT_LEN + 1] = 2
+    assert allowed(row.mask(PROMPT_LEN + 2)) == ([] if kept else [3])
+    assert row.verdict == verdict
