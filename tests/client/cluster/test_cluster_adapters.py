@@ -16,24 +16,12 @@ from support.fake_transport import SQL
 from support.mortal_cluster import MortalCluster, tokens_of, until
 from support.replicas import Replicas
 
-
-@pytest.fixture(autouse=True)
-def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
-    monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
+pytestmark = pytest.mark.usefixtures("fast_polls")
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[MortalCluster]:
     made = MortalCluster()
-    await made.session.attach(5)
-    yield made
-    await made.session.close()
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Replicas]:
-    made = Replicas()
     await made.session.attach(5)
     yield made
     await made.session.close()
@@ -106,7 +94,7 @@ async def test_what_a_lost_world_still_tells_is_not_taken_for_the_next_ones_word
     assert router.adapters.listed() == (SQL,)  # heard, though the lost one's versions were higher
 
 
-async def test_a_replica_that_comes_up_while_an_adapter_is_loaded_and_unloaded_has_the_same(two: Replicas) -> None:
+async def test_a_replica_that_comes_up_during_a_load_has_the_adapters_of_the_others(two: Replicas) -> None:
     router, law = two.session.router, AdapterModule("law", "/law").loaded(b"1")
     two.kill(1)
     await until(lambda: len(router.ready) == 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,18 +29,7 @@ LONG = list(range(100, 228))
 """Four blocks."""
 
 
-@pytest.fixture(autouse=True)
-def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
-    monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Replicas]:
-    made = Replicas()
-    await made.session.attach(5)
-    yield made
-    await made.session.close()
+pytestmark = pytest.mark.usefixtures("fast_polls")
 
 
 async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:

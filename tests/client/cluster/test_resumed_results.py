@@ -14,11 +14,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.convert import sampling_from_wire
 from support.mortal_cluster import MortalCluster, tokens_of, until
 
-
-@pytest.fixture(autouse=True)
-def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allspan.client.cluster.replica.RECONNECT_POLL_S", 0.002)
-    monkeypatch.setattr("allspan.client.cluster.replica.CAUSE_POLL_S", 0.001)
+pytestmark = pytest.mark.usefixtures("fast_polls")
 
 
 @pytest.fixture
