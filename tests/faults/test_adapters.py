@@ -40,9 +40,7 @@ AdapterSlots.stage = faulty
 """The first time the file cannot be read, the second time the rank dies."""
 
 
-def test_a_rank_that_cannot_read_an_adapter_or_dies_of_it_loses_no_token_and_no_other_adapter(
-    runtime: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_cannot_read_an_adapter_or_dies_of_it_loses_no_token(runtime: Path, tmp_path: Path) -> None:
     model = save_byte_model(tmp_path / "model", "qwen2", max_position_embeddings=4096)
     weights = AutoModelForCausalLM.from_pretrained(model)
     for seed, name in enumerate(("one", "two")):

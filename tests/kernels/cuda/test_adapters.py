@@ -109,9 +109,7 @@ def test_first_products_are_sums_of_all_parts_of_the_inputs(
 
 @pytest.mark.parametrize("epilogue", ["store", "add", "silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("format_", ["bf16", "fp8", "channel8", "group4"])
-def test_layers_with_adapters_are_their_products_together_and_alone_those_of_the_layer(
-    format_: str, epilogue: str, device: str
-) -> None:
+def test_a_layer_with_adapters_is_the_sum_of_its_products(format_: str, epilogue: str, device: str) -> None:
     is_gated, parts, rank, inputs = epilogue not in ("store", "add"), (72, 72), 16, 128
     group = 64 if format_ == "group4" else 0
     spec = PackedSpec(format_, "bf16" if format_ == "bf16" else "a16", parts, inputs, group=group, memory="rows")

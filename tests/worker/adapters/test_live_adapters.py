@@ -193,7 +193,7 @@ def test_a_name_that_is_taken_a_rank_that_is_too_high_and_one_too_many_are_refus
         limited.unload_lora(name)
 
 
-def test_a_load_that_was_unloaded_is_not_taken_in_again_while_requests_have_it_and_afterwards(adapted: Adapted) -> None:
+def test_an_unloaded_load_is_not_taken_in_again(adapted: Adapted) -> None:
     module = AdapterModule("one", str(adapted.folder / "one")).loaded(b"a client that was away has this load")
     with adapted.engine(max_loras=2) as engine:
         adapters = engine._core.adapters
@@ -242,9 +242,7 @@ def test_an_engine_without_room_for_adapters_says_how_to_make_some(adapted: Adap
 
 
 @pytest.mark.parametrize("cycles", [25, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_loading_and_unloading_under_load_leaves_no_memory_descriptor_page_or_slot_behind(
-    adapted: Adapted, cycles: int
-) -> None:
+def test_loading_and_unloading_under_load_leaks_nothing(adapted: Adapted, cycles: int) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), rss_bytes()
 

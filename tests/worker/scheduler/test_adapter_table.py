@@ -55,7 +55,7 @@ class Clocked:
         return [(join.request_id[:1], join.adapter) for join in self.step().joins]
 
 
-def test_each_adapter_keeps_its_slot_and_a_third_takes_that_of_the_least_recently_used() -> None:
+def test_a_new_adapter_takes_the_least_recently_used_slot() -> None:
     world = Clocked(7, 8, 9)
     for number, adapter in enumerate((8, 7, 8)):
         world.submit(number, adapter, max_tokens=1)
@@ -123,7 +123,7 @@ def test_an_adapter_that_is_still_loading_takes_no_requests_and_keeps_its_slot()
     assert [join.adapter for join in world.step().joins] == [1]
 
 
-def test_one_whose_load_is_given_up_takes_no_request_when_the_ranks_have_it_after_all() -> None:
+def test_a_load_that_is_given_up_takes_no_request() -> None:
     world = Clocked()
     world.table.add(7, is_loading=True)
     assert world.table.close(7) == 0
@@ -161,7 +161,7 @@ def test_an_operation_comes_with_its_argument() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_and_goes_a_row_runs_with_its_own_adapter_and_every_request_ends(seed: int) -> None:
+def test_every_row_runs_with_its_own_adapter_and_every_request_ends(seed: int) -> None:
     draw, world, number = random.Random(seed), Clocked(1, 2, 3), 0
     ones: list[Request] = []
     slots = {0: 1, 1: 2}  # what the ranks hold; the third has none
