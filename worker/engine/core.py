@@ -15,16 +15,16 @@ from allspan.protos.api.errors import InternalError, InvalidRequest, QueueFull, 
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.cache.page_log import PageLog
-from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.batch.batch import Batch
+from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.live_adapters import LiveAdapters
-from allspan.worker.engine.loop import Progress, StepLoop
 from allspan.worker.engine.operations import Operations
-from allspan.worker.engine.planner import LeaderPlanner, OnOutputs
-from allspan.worker.engine.runner import Runner
-from allspan.worker.engine.stage_runner import StageRunner
 from allspan.worker.engine.status import EngineState, EngineStatus
-from allspan.worker.engine.step_times import step_times
+from allspan.worker.engine.steps.loop import Progress, StepLoop
+from allspan.worker.engine.steps.planner import LeaderPlanner, OnOutputs
+from allspan.worker.engine.steps.runner import Runner
+from allspan.worker.engine.steps.stage_runner import StageRunner
+from allspan.worker.engine.steps.step_times import step_times
 from allspan.worker.load.attention_ranks import attention_place
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
 from allspan.worker.sampling.grammar_cache import Grammars

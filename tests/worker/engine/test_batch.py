@@ -9,8 +9,8 @@ import torch
 from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.cache.page_pool import Copy
-from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.batch.batch import Batch
+from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler

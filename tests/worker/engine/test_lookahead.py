@@ -17,7 +17,7 @@ from allspan.protos.api.errors import Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.step_layout import chunk_buckets
-from allspan.worker.engine.batch_step import BatchStep
+from allspan.worker.engine.batch.batch_step import BatchStep
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.scheduler.plan import Operation, StepPlan
 from allspan.worker.scheduler.request import Request

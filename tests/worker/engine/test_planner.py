@@ -10,10 +10,10 @@ import pytest
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, InvalidRequest, Unavailable
 from allspan.protos.api.results import Output
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.operations import Operations
-from allspan.worker.engine.planner import LeaderPlanner
 from allspan.worker.engine.status import EngineState, EngineStatus
+from allspan.worker.engine.steps.planner import LeaderPlanner
 from allspan.worker.scheduler.limits import GroupLimits, Limits
 from allspan.worker.scheduler.plan import Operation, StepResult
 from allspan.worker.scheduler.scheduler import Outcome, Scheduler

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.engine.batch_step import BatchStep, DecodeRun, LogitsRows
-from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.owners import Owners
-from allspan.worker.engine.pooling import PooledStep, RowPool, pooled_step
-from allspan.worker.engine.rows import Ints, Longs, RowStates
+from allspan.worker.engine.batch.batch_step import BatchStep, DecodeRun, LogitsRows
+from allspan.worker.engine.batch.inbox import Inbox
+from allspan.worker.engine.batch.owners import Owners
+from allspan.worker.engine.batch.pooling import PooledStep, RowPool, pooled_step
+from allspan.worker.engine.batch.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.runner import Operate, Runner
-from allspan.worker.engine.stage_runner import StageRunner
+from allspan.worker.engine.batch.inbox import Inbox
+from allspan.worker.engine.steps.runner import Operate, Runner
+from allspan.worker.engine.steps.stage_runner import StageRunner
 from allspan.worker.parallel.base import PlanChannel
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.plan import StepPlan, StepResult

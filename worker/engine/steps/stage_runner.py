@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.batch_step import BatchStep
-from allspan.worker.engine.inbox import Inbox
-from allspan.worker.engine.runner import Operate
+from allspan.worker.engine.batch.batch import Batch
+from allspan.worker.engine.batch.batch_step import BatchStep
+from allspan.worker.engine.batch.inbox import Inbox
+from allspan.worker.engine.steps.runner import Operate
 from allspan.worker.parallel.base import Pipe, Words
 from allspan.worker.sampling.result import Sampled, Wanted, pack, unpack
 from allspan.worker.sampling.sampler import Sampler
@@ -45,8 +45,8 @@ class _Flight:
 
 
 class StageRunner:
-    """See `allspan.worker.engine.runner.Runner`, which runs whole models. Steps in flight are of different requests,
-    but for the chunks of one prompt."""
+    """See `Runner`, which runs whole models. Steps in flight are of different requests, but for the chunks of one
+    prompt."""
 
     def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, pipe: Pipe) -> None:
         self.model_s = 0.0

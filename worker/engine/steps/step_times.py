@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from allspan.worker.engine.batch import Batch
+from allspan.worker.engine.batch.batch import Batch
 from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.step.model import StepModel

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from allspan.worker.engine.pooling import PooledStep
-from allspan.worker.engine.rows import RowStates
+from allspan.worker.engine.batch.pooling import PooledStep
+from allspan.worker.engine.batch.rows import RowStates
 from allspan.worker.scheduler.plan import Run, StepPlan
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 

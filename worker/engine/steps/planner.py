@@ -9,7 +9,7 @@ from typing import Any
 from allspan.protos.api.counters import counters_of
 from allspan.protos.api.errors import AllspanError, DeadlineExceeded, Unavailable
 from allspan.worker.adapters.registry import drop_argument
-from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.operations import Operations
 from allspan.worker.engine.status import EngineStatus
 from allspan.worker.scheduler.counters import Load

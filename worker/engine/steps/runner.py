@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
-from allspan.worker.engine.batch import Batch
-from allspan.worker.engine.batch_step import BatchStep
-from allspan.worker.engine.inbox import Inbox
+from allspan.worker.engine.batch.batch import Batch
+from allspan.worker.engine.batch.batch_step import BatchStep
+from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.sampling.sampler import Launched, Sampler
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.step.inputs import StepInputs, take_ids
