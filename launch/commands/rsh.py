@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from allspan.launch.hosts.agent.endpoint import LIMITS, AgentConfig, from_environment
 from allspan.protos.api.errors import ConfigError
@@ -28,7 +29,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> NoReturn:
     flags, command = _split(argv)
     namespace = make_parser().parse(flags)
     env = dict(_pair(text) for text in namespace.env)
@@ -41,10 +42,13 @@ def run(argv: Sequence[str]) -> int:
         print(f"allspan rsh: {text}", file=sys.stderr, flush=True)
 
     try:
-        return execute(namespace.host, " ".join(command), env, build(AgentConfig, namespace), Streams(0, 1, 2, say))
+        status = execute(namespace.host, " ".join(command), env, build(AgentConfig, namespace), Streams(0, 1, 2, say))
     except ConfigError as error:
         say(error.message)
-        return LOST
+        status = LOST
+    # A thread waits in a read of standard input, others in grpc. The interpreter stops them wherever they are, and then
+    # waits for ever for a lock of grpc that one of them held.
+    os._exit(status)
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

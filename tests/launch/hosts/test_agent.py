@@ -173,7 +173,11 @@ def hosts_with_an_agent(tmp_path: Path) -> Iterator[tuple[Hosts, dict[str, str]]
         make_certificates(tmp_path, [host.name for host in hosts])
         env = environment(tmp_path)
         with start_agent(hosts[1], env, tmp_path / "agent.log") as process:
-            yield hosts, env
+            try:
+                yield hosts, env
+            except BaseException:
+                process.kill()
+                raise
             process.terminate()
             assert process.wait(10) == 128 + signal.SIGTERM
 
