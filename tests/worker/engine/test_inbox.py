@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from allspan.protos.api.errors import AlreadyExists, DeadlineExceeded, InternalError, QueueFull
-from allspan.worker.engine import inbox as inbox_module
+from allspan.worker.engine.batch import inbox as inbox_module
 from allspan.worker.engine.batch.inbox import Inbox
 from support.cores import request
 

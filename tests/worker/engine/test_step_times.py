@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from allspan.worker.engine import step_times as timed
+from allspan.worker.engine.steps import step_times as timed
 from allspan.worker.engine.steps.step_times import LEAST_STEPS, SIZES
 from support.cores import fake_core, request, step_until_idle
 from support.fake_model import greedy
