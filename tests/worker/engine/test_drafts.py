@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerCo
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import load_engine
+from allspan.worker.engine.steps.step_times import step_times
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import table
@@ -120,7 +122,7 @@ def play(
         cores[rank] = core
         if rank == 0 and asks is not None:
             core.draft_with(asks)
-        for each in copy.deepcopy(requests or asked()):
+        for each in copy.deepcopy([*(requests or asked()), *(later if rank else ())]):
             core.submit(each)
         world.barrier.wait(60)
         if rank == 0:
@@ -256,14 +258,31 @@ WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_att
     ],
 )
 def test_other_blocks_and_windows_draft_as_they_are_asked(
-    tmp_path: Path, family: str, more: dict[str, object], size: int, settings: dict[str, object]
+    tmp_path: Path,
+    family: str,
+    more: dict[str, object],
+    size: int,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine's own switch, with steps timed at the start: experts, latents, and pages behind a window."""
+    """The engine's own switch, with steps run for their times at the start: experts, latents, and pages behind a
+    window."""
+    timed: list[dict[int, float]] = []
+
+    def cheap_rows(*arguments: Any) -> dict[int, float]:
+        timed.append(step_times(*arguments))
+        return {1: 1.0, 64: 1.1}  # so that drafts pay whatever else the machine does
+
+    monkeypatch.setattr("allspan.worker.engine.core.step_times", cheap_rows)
     save_tiny(tmp_path, family, eos_token_id=None, bos_token_id=None, vocab_size=VOCAB, **more)  # type: ignore[arg-type]
     rng = random.Random(2)
     phrase = [rng.randrange(256) for _ in range(12)]
-    requests = [request(number, phrase * 3 + [number] + phrase[:5], max_tokens=50) for number in range(3)]
-    expected, _ = play(tmp_path, requests=requests, size=size, **settings)
-    outputs, counters = play(tmp_path, requests=requests, size=size, speculative_config="{}", **settings)
+    prompts = [phrase * 3 + [number] + phrase[:5] for number in range(3)]
+    requests = [request(number, prompt, max_tokens=25) for number, prompt in enumerate(prompts)]
+    again = [request(10 + number, prompt, max_tokens=25) for number, prompt in enumerate(prompts)]
+    expected, _ = play(tmp_path, requests=requests, size=size, later=again, **settings)
+    asks = {"speculative_config": "{}", **settings}
+    outputs, counters = play(tmp_path, requests=requests, size=size, later=again, **asks)  # type: ignore[arg-type]
     assert told(outputs) == told(expected)
     assert counters.drafts
+    assert timed

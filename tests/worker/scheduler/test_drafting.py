@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -12,16 +13,25 @@ from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.sampling.guidance import GuidanceCompiler
+from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
 from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
+from allspan.worker.scheduler.drafting.drafting import REST_AFTER, Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
+from allspan.worker.scheduler.limits import Limits
+from allspan.worker.scheduler.lookahead import Flight
+from allspan.worker.scheduler.page_manager import PageManager
+from allspan.worker.scheduler.plan import Run, StepPlan
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.step_builder import StepBuilder
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import request
+from support.drafters import Guesses
 
 STEADY = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.25, 16: 1.6, 32: 2.4, 64: 4.2}
 """What steps take on a machine whose weights are read in most of the time."""
@@ -224,3 +234,43 @@ def test_a_machine_that_slows_down_changes_no_choice() -> None:
     assert abs(costs.most_useful([0.8] * 31, 1, 1, False) - before) <= 3
     assert costs.seconds(1, False) == pytest.approx(4, rel=0.3)
     assert GAIN > 1
+
+
+@pytest.mark.parametrize(("look_s", "looks"), [(1e-3, 1.0), (12e-3, 1 / 3), (1.0, 1 / 4)])
+def test_drafts_are_looked_for_less_often_where_there_are_none_and_looking_takes_time(
+    look_s: float, looks: float
+) -> None:
+    now, asked_at, limits = [0.0], list[int](), Limits(300, 999, 16, 99, 4, 16, 9)
+
+    class Slow(Guesses):
+        def guess(self, request: Request, most: int) -> Sequence[int]:
+            asked_at.append(request.num_tokens)
+            now[0] += look_s
+            return [1] if len(request.prompt_token_ids) > 3 else []
+
+    drafting = Drafting(
+        Speculation(), [Slow()], lambda params: True, 300, StepCosts({1: 1.0, 16: 1.1}, 16), lambda: now[0]
+    )
+    memory = create_autospec(PageManager, can_retract=True)
+    memory.extend_for_drafts.side_effect = lambda request, count, running: (count, [])
+
+    def step(*requests: Request) -> None:
+        built = StepBuilder(limits)
+        for row, each in enumerate(requests):
+            each.num_unknown, each.max_tokens = 0, 900
+            built.decode(each, Run(row, 1))
+        drafting.fill(built, memory, requests)
+        for each in requests:
+            each.output_token_ids.append(2)
+        flight = Flight(StepPlan(0, 0, 0, runs=tuple(built.runs), drafts=tuple(built.drafts.items())), requests, True)
+        now[0] += 1.0
+        drafting.learn(flight, dict.fromkeys(range(len(requests)), (2,)), SchedulerCounters())
+
+    one = request(1, [1, 2, 3])
+    for _ in range(500):
+        step(one)
+    assert asked_at[:REST_AFTER] == list(range(3, 3 + REST_AFTER))
+    assert len([at for at in asked_at if at >= 300]) == pytest.approx(looks * 203, rel=0.02)
+    asked_at.clear()
+    step(one, request(2, [1, 2, 3, 4]))  # another one may repeat itself
+    assert asked_at

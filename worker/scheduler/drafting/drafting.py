@@ -8,6 +8,7 @@ Whatever a drafter proposes, a request's tokens do not change. Drafts are run wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,6 +25,12 @@ from allspan.worker.scheduler.page_manager import PageManager
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.step_builder import StepBuilder
+
+REST_AFTER, MOST_REST, LOOK_SHARE = 16, 4, 0.005
+"""After so many steps in a row without a draft, drafts are looked for in one step of so many at most, so that it takes
+this share of the time. What it touches comes from memory each time: weights have passed through the caches since."""
+_LOOK_MOVES = 0.1
+"""How far the time of looking moves towards what it took."""
 
 Verifies = Callable[[SamplingParams], bool]
 """Whether the sampler can draw several tokens of a request that asks for this in one step."""
@@ -54,11 +61,29 @@ class Drafting:
         """What was proposed for the step that is planned, by request."""
         self._clock = clock
         self._began_at = 0.0
+        self._rests = False
+        """No drafts are looked for in the step that is planned."""
+        self._num_vain = 0
+        """Steps in a row that had no drafts, of equally many decodes."""
+        self._num_runs = 0
+        self._look_s = 0.0
+        """The seconds that looking for drafts has taken lately, of a step."""
 
     def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
         """Adds drafts to the step's decodes, with what is left of its budgets. Returns their pages."""
+        self._rests = self._costs is not None and self._may_rest(step, self._costs)
+        if self._rests:
+            return []
         self._proposed.clear()
         self._began_at = self._clock()
+        grants = self._add_drafts(step, memory, running)
+        self._num_vain = 0 if step.drafts else self._num_vain
+        self._look_s += _LOOK_MOVES * (self._clock() - self._began_at - self._look_s)
+        return grants
+
+    def _add_drafts(
+        self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]
+    ) -> list[Grant]:
         grants: list[Grant] = []
         if not memory.can_retract:
             return grants
@@ -88,6 +113,8 @@ class Drafting:
 
     def learn(self, flight: Flight, tokens: Mapping[int, Sequence[int]], counters: SchedulerCounters) -> None:
         """The step that `fill` was called for last has made these tokens of its rows just now."""
+        if self._rests:
+            return
         plan, drafted = flight.plan, dict(flight.plan.drafts)
         for request, run in zip(flight.requests, plan.runs, strict=True) if self._proposed else ():
             made = tokens.get(run.row, ())
@@ -99,6 +126,18 @@ class Drafting:
         count = sum(run.num_tokens for run in plan.runs)
         if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
             self._costs.learn(count, bool(drafted), self._clock() - self._began_at)
+
+    def _may_rest(self, step: StepBuilder, costs: StepCosts) -> bool:
+        """Whether drafts need not be looked for in this step."""
+        count = len(step.runs)
+        is_same = count == self._num_runs and all(run.num_tokens == 1 for run in step.runs)
+        self._num_runs, self._num_vain = count, self._num_vain + 1 if is_same else 0
+        if self._num_vain <= REST_AFTER:
+            return False
+        every = min(math.ceil(self._look_s / (LOOK_SHARE * costs.seconds(count, False))), MOST_REST)
+        if every <= 1 or self._num_vain % every == 0:
+            return False
+        return not any(request.grammar for request in step.requests)  # what a grammar forces comes at any time
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
