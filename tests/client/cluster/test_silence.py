@@ -67,7 +67,7 @@ async def test_a_silent_rank_is_not_ready_and_ready_again_when_it_is_heard(one: 
     one.ranks[0][rank].silent = True
     started = time.monotonic()
     await until(lambda: one.session.down_cause)
-    assert time.monotonic() - started < 2.0 * SCALE + 0.2
+    assert time.monotonic() - started < 2.0 * SCALE + 1.0  # and what a busy machine adds
     assert f"rank {rank} (pid {100 + rank} on testhost) has been silent for 0." in one.session.down_cause
     one.ranks[0][rank].silent = False
     await until(lambda: not one.session.down_cause)

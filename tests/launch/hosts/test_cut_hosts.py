@@ -102,6 +102,7 @@ def keeper(hosts: Hosts) -> Iterator[Keeper]:
     keeper.close()
 
 
+@pytest.mark.alone
 def test_a_remote_rank_killed_is_told_within_half_a_second(keeper: Keeper) -> None:
     begun = time.monotonic()
     keeper.far.run(["kill", "-9", str(keeper.pid)])

@@ -134,6 +134,7 @@ def test_a_keeper_tells_its_host_and_makes_and_removes_the_folders(host: Host) -
     assert not any(isinstance(message, HostLost) for message in host.seen)
 
 
+@pytest.mark.alone
 def test_a_rank_killed_is_told_with_its_signal_and_last_words_at_once(host: Host) -> None:
     host.start()
     for rank in range(10):

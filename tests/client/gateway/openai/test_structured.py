@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -252,10 +253,9 @@ async def test_a_second_request_for_the_same_grammar_asks_nobody() -> None:
         with pytest.raises(InvalidRequest, match="followed"):
             await check.check(Grammar("regex", "("), "f")
         await check.check(Grammar("regex", "a"), "f")
-        started = time.perf_counter()
-        for _ in range(100):
-            await check.check(Grammar("regex", "a"), "f")
-        assert time.perf_counter() - started < 0.1
+        with patch.object(check._children, "ask", side_effect=AssertionError("a child is asked")):
+            for _ in range(3):
+                await check.check(Grammar("regex", "a"), "f")
     finally:
         await check.close()
     with pytest.raises(InvalidRequest, match=r"g: .*followed"):  # also with no child left
