@@ -14,7 +14,7 @@ from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import LOG2E, PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, shared_limit
-from allspan.kernels.cuda.latent import attend_sm90
+from allspan.kernels.cuda.latent import attend_sm90, merge
 from allspan.kernels.cuda.latent.append import check_pages
 
 MOST_LATENT, MOST_TURNED, STEP = 512, 64, 16
@@ -126,6 +126,8 @@ def latent_attend(
     shape = _shape((latent, turned), cut.rows, _FORMATS[cache.dtype], device.shared_bytes)
     if workspace.partial.numel() < device.multiprocessors * 2 * cut.rows * (latent + 2):
         raise ValueError(f"workspace: not made for latents of {latent}")
+    lines_up = plan is None and table.rows is None  # rows of q and out are the requests'
+    merges_later = mode.merges and lines_up and merge.pays(count * of_each, device.multiprocessors // cut.beside)
     each = (len(workspace.counters) // cut.beside if cut.is_sm90 else shape.most_tiles) // of_each
     for first in range(0, count, each):
         some = min(each, count - first)
@@ -139,7 +141,7 @@ def latent_attend(
             *cut_tiles, places, lens, np.int32(some * of_each), np.int32(of_each), np.int32(heads),
             np.int32(mode.is_before), indptr, table.indices,
         ]  # fmt: skip
-        held = [out, lse, workspace.partial, workspace.counters, np.int32(mode.merges)]
+        held = [out, lse, workspace.partial, workspace.counters, np.int32(mode.merges and not merges_later)]
         if cut.is_sm90:
             attend_sm90.launch_sm90((q.latents, q.turned), cache, lines, held, scale * LOG2E, cut.beside)
             continue
@@ -151,6 +153,9 @@ def latent_attend(
         ]  # fmt: skip
         function = _kernel((latent, turned), shape, element_macro(q.latents.dtype))
         launch(function, (device.multiprocessors,), _THREADS, arguments, shape.shared + 4 * (some * of_each + 1), True)
+    if merges_later:
+        how = cut.rows, device.multiprocessors, cut.beside, cut.tokens, int(cut.is_sm90)
+        merge.merge_rows(out[:count], None if lse is None else lse[:count], workspace.partial, table.kv_lens, how)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:

@@ -94,6 +94,25 @@ struct Cut {
   }
 };
 
+// How a launch over requests of one query each was cut, for who merges parts later: tiles of `tile_rows`, `beside` of
+// which have stretches together, in units of `unit` tokens, at least `least` a tile, over `grid` blocks.
+struct Cutting {
+  int tile_rows, grid, beside, unit, least, heads;
+
+  __device__ __forceinline__ int of_each() const { return (heads + tile_rows * beside - 1) / (tile_rows * beside); }
+  // Fills begins [rows * of_each() + 1], in units. One thread comes here.
+  __device__ __forceinline__ void line(const int* kv_lens, int rows, int* begins) const {
+    int all = 0;
+    for (int i = 0; i < rows * of_each(); ++i)
+      begins[i] = all, all += max(least, (kv_lens[i / of_each()] + unit - 1) / unit);
+    begins[rows * of_each()] = all;
+  }
+  __device__ __forceinline__ Cut cut(const int* begins, int rows) const {
+    const int tiles = rows * of_each();
+    return Cut(begins[tiles], grid / beside, tiles, true);
+  }
+};
+
 // Floats of a part of a tile: sums of each row, then the highest score and the sum of weights of each.
 __device__ constexpr int kPart(int rows, int latent) { return rows * (latent + 2); }
 
@@ -135,6 +154,22 @@ __device__ __forceinline__ Merged merge_parts(const float* parts, int pieces, in
   }
   return x;
 }
+// Where the parts of a head of a row lie; none where one block had all tokens.
+struct Parts {
+  const float* first;
+  int pieces;
+
+  __device__ __forceinline__ Parts(const Cutting& cutting, const Cut& cut, const int* begins, int row, int head,
+                                   const float* partial, int latent) {
+    const int together = cutting.tile_rows * cutting.beside, tile = row * cutting.of_each() + head / together;
+    first = nullptr, pieces = 1;
+    if (begins[tile + 1] == begins[tile]) return;
+    const int block = cut.owner(begins[tile]);
+    pieces = cut.owner(begins[tile + 1] - 1) - block + 1;
+    const long long part = static_cast<long long>(block) * cutting.beside + head % together / cutting.tile_rows;
+    first = partial + part * 2 * kPart(cutting.tile_rows, latent);
+  }
+};
 // Writes rows [there][kLatent] of a tile, and their logarithms unless these are null, by kAll threads.
 template <int kOfTile, int kLatent, int kAll>
 __device__ __forceinline__ void merge_tile(const float* parts, int pieces, int beside, int there, int thread, bf16* out,

@@ -40,30 +40,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   let_next_begin();
   wait_for_ahead();
-  const int together = tile_rows * beside, of_each = (heads + together - 1) / together, tiles = rows * of_each;
+  const Cutting cutting = {tile_rows, grid, beside, unit, least, heads};
   if (MERGES) {
-    if (threadIdx.x == 0) {
-      int all = 0;
-      for (int i = 0; i < tiles; ++i) begins[i] = all, all += max(least, (kv_lens[i / of_each] + unit - 1) / unit);
-      begins[tiles] = all;
-    }
+    if (threadIdx.x == 0) cutting.line(kv_lens, rows, begins);
     __syncthreads();
   }
-  const Cut cut(MERGES ? begins[tiles] : 0, grid / beside, tiles, true);
+  const Cut cut = MERGES ? cutting.cut(begins, rows) : Cut(0, 1, 1, true);
   for (int slot = threadIdx.x; slot < rows * (kInputs / 4); slot += kThreads) {
     const int row = slot / (kInputs / 4), column = slot % (kInputs / 4) * 4;
     float4 sum;
-    int begin_block = 0, pieces = 1;
+    const float* parts = nullptr;
+    int pieces = 1;
     if (MERGES) {
-      const int tile = row * of_each + head / together;
-      if (begins[tile + 1] > begins[tile]) {
-        begin_block = cut.owner(begins[tile]);
-        pieces = cut.owner(begins[tile + 1] - 1) - begin_block + 1;
-        begin_block = begin_block * beside + head % together / tile_rows;
-      }
+      const Parts of_row(cutting, cut, begins, row, head, partial, kInputs);
+      parts = of_row.first, pieces = of_row.pieces;
     }
     if (pieces > 1) {
-      const float* const parts = partial + static_cast<long long>(begin_block) * 2 * kPart(tile_rows, kInputs);
       const Merged merged = merge_parts<8>(parts, pieces, beside, tile_rows, kInputs, head % tile_rows, column);
       const float once = merged.total == 0 ? 0 : 1 / merged.total;
       sum = make_float4(merged.sum.x * once, merged.sum.y * once, merged.sum.z * once, merged.sum.w * once);

@@ -14,7 +14,7 @@ from allspan.kernels.cuda.attention.attention import StepAttention
 from allspan.kernels.cuda.attention.prefill import plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.latent import expand
+from allspan.kernels.cuda.latent import expand, merge
 from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
 from allspan.kernels.cuda.latent.attention import latent_attention
@@ -113,7 +113,10 @@ def test_what_is_appended_is_that_of_the_reference(dtype: torch.dtype, device: s
     torch.testing.assert_close(held, plain[:4], rtol=0.07 if dtype is F8 else 2e-2, atol=3e-2)
 
 
-def test_a_request_without_tokens_has_zeros(device: str) -> None:
+@pytest.mark.parametrize("least", [0, 999])
+def test_a_request_without_tokens_has_zeros(device: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the last block of a tile merges its parts, or blocks of their own do."""
+    monkeypatch.setattr(merge, "LEAST_PIECES", least)
     q, _weights, cache, _, meta, *_ = moved(latent_case(16, (64, 16, 16, 16), 16, BF16, [(1, 1), (1, 40)]), device)
     meta.kv_lens[0] = 0
     latents = torch.cat([q, q, q], 2)[..., :64].contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from allspan.kernels.cuda.attention.prefill import plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.latent import merge
 from allspan.kernels.cuda.latent.attend import Cutting, Mode, Queries, attend_workspace, cutting, latent_attend
 from support.emulator.driver import EmulatorDriver
 from support.kernel_cases import BF16, I8, ints, randn
@@ -89,6 +91,19 @@ def check(
 )
 def test_decodes_and_drafts(heads: int, page: int, requests: Requests, device: str) -> None:
     check(heads, page, requests, device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "requests"),
+    [(64, [(1, 33), (1, 0), (1, 64), (1, 700)]), (128, [(1, 1300)]), (96, [(1, 300)]), (256, [(1, 514)])],
+)
+def test_few_tiles_are_merged_by_blocks_of_their_own(
+    heads: int, requests: Requests, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge, "LEAST_PIECES", 0)
+    with patch.object(merge, "merge_rows", wraps=merge.merge_rows) as merge_rows:
+        check(heads, 64, requests, device)
+    merge_rows.assert_called_once()
 
 
 def test_halves(device: str) -> None:
