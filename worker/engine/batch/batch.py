@@ -14,13 +14,14 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.batch.owners import Owners
+from allspan.worker.engine.batch.paging import indptr_of, paged_values
 from allspan.worker.engine.batch.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.batch.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
-from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, StepInputs, axis_names, group_name
+from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, StepInputs, axis_names
 from allspan.worker.step.model import PageTiers, RankAdapters
 from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
@@ -274,7 +275,7 @@ class Batch:
         page_counts = -(-kv_lens // self._page_size)
         if self._lacks_pages(rows, page_counts) or (kv_lens > state.num_tokens[rows] + state.num_drafts[rows]).any():
             raise InternalError(f"step {step}: a row runs past its tokens or its pages")
-        qo_indptr, token_rows = _indptr(counts), np.repeat(rows, counts)
+        qo_indptr, token_rows = indptr_of(counts), np.repeat(rows, counts)
         positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], counts)
         logits_rows, logits = self._choose_logits(rows, token_rows, positions, qo_indptr)
         values = {
@@ -288,25 +289,15 @@ class Batch:
 
     def _attention_values(self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """What attention reads of these tokens; where ranks attend for requests of their own, of this rank's alone."""
-        state, positions, kv_lens = self._rows, values["positions"], values["kv_lens"]
+        state = self._rows
         given: dict[str, NDArray[Any]] = {}
         if (is_own := self._owners.own(rows)) is not None:
             of_own = np.repeat(is_own, counts)
             given = {"own_rows": np.flatnonzero(of_own), "own_places": np.where(of_own, np.cumsum(of_own) - 1, -1)}
-            rows, counts, positions, kv_lens = rows[is_own], counts[is_own], positions[of_own], kv_lens[is_own]
-        page_counts = -(-kv_lens // self._page_size)
-        page_indptr = _indptr(page_counts)
-        token_rows, page_rows = np.repeat(rows, counts), np.repeat(rows, page_counts)
-        pages, offsets = np.divmod(positions, self._page_size)
-        given |= {"qo_indptr": _indptr(counts), "page_indptr": page_indptr, "kv_lens": kv_lens, "positions": positions}
-        for group, (lifetime, table) in enumerate(zip(self._lifetimes, state.tables, strict=True)):
-            slots, indices = group_name("slots", group), group_name("page_indices", group)
-            if group and lifetime.is_state:
-                given |= {slots: table[token_rows, 0], indices: table[rows, 0]}
-                given[group_name("page_indptr", group)] = np.arange(len(rows) + 1)
-            else:
-                given[slots] = table[token_rows, pages] * self._page_size + offsets
-                given[indices] = table[page_rows, _nth(page_indptr)]
+            rows, counts = rows[is_own], counts[is_own]
+        tables = state.tables[: len(self._lifetimes)]
+        given |= paged_values(tables, self._lifetimes, self._page_size, rows, counts, state.num_computed[rows])
+        token_rows, positions = np.repeat(rows, counts), given["positions"]
         if self._axis_names:
             given |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
         if self._row_inputs.prompt_lengths:  # the rows of the rotary tables instead of the tokens' indices
@@ -364,15 +355,3 @@ class Batch:
     def _samples(self, rows: Longs) -> NDArray[np.bool_]:
         """Which of these rows get tokens."""
         return ~np.isin(rows, list(self._pools))
-
-
-def _indptr(counts: Longs) -> Longs:
-    """[n + 1]: where each one's entries begin."""
-    indptr = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr
-
-
-def _nth(indptr: Longs) -> Longs:
-    """[indptr[-1]]: each entry's number among its own."""
-    return np.arange(indptr[-1]) - np.repeat(indptr[:-1], np.diff(indptr))
