@@ -18,8 +18,9 @@ from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
 from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
-from allspan.worker.scheduler.drafting.drafting import REST_AFTER, Drafting
+from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
+from allspan.worker.scheduler.drafting.looks import REST_AFTER
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex

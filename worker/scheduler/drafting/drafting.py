@@ -8,7 +8,6 @@ Whatever a drafter proposes, a request's tokens do not change. Drafts are run wh
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,18 +18,13 @@ from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
 from allspan.worker.scheduler.drafting.costs import TRIAL_CHANCE, TRIAL_DRAFTS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
+from allspan.worker.scheduler.drafting.looks import Looks
 from allspan.worker.scheduler.lookahead import Flight
 from allspan.worker.scheduler.owned_pages import OwnedPages
 from allspan.worker.scheduler.page_manager import PageManager
 from allspan.worker.scheduler.plan import Grant
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.step_builder import StepBuilder
-
-REST_AFTER, MOST_REST, LOOK_SHARE = 16, 4, 0.005
-"""After so many steps in a row without a draft, drafts are looked for in one step of so many at most, so that it takes
-this share of the time. What it touches comes from memory each time: weights have passed through the caches since."""
-_LOOK_MOVES = 0.1
-"""How far the time of looking moves towards what it took."""
 
 Verifies = Callable[[SamplingParams], bool]
 """Whether the sampler can draw several tokens of a request that asks for this in one step."""
@@ -63,22 +57,17 @@ class Drafting:
         self._began_at = 0.0
         self._rests = False
         """No drafts are looked for in the step that is planned."""
-        self._num_vain = 0
-        """Steps in a row that had no drafts, of equally many decodes."""
-        self._num_runs = 0
-        self._look_s = 0.0
-        """The seconds that looking for drafts has taken lately, of a step."""
+        self._looks = Looks()
 
     def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
         """Adds drafts to the step's decodes, with what is left of its budgets. Returns their pages."""
-        self._rests = self._costs is not None and self._may_rest(step, self._costs)
+        self._rests = self._costs is not None and self._looks.may_rest(step, self._costs)
         if self._rests:
             return []
         self._proposed.clear()
         self._began_at = self._clock()
         grants = self._add_drafts(step, memory, running)
-        self._num_vain = 0 if step.drafts else self._num_vain
-        self._look_s += _LOOK_MOVES * (self._clock() - self._began_at - self._look_s)
+        self._looks.looked(self._clock() - self._began_at, not step.drafts)
         return grants
 
     def _add_drafts(
@@ -126,18 +115,6 @@ class Drafting:
         count = sum(run.num_tokens for run in plan.runs)
         if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
             self._costs.learn(count, bool(drafted), self._clock() - self._began_at)
-
-    def _may_rest(self, step: StepBuilder, costs: StepCosts) -> bool:
-        """Whether drafts need not be looked for in this step."""
-        count = len(step.runs)
-        is_same = count == self._num_runs and all(run.num_tokens == 1 for run in step.runs)
-        self._num_runs, self._num_vain = count, self._num_vain + 1 if is_same else 0
-        if self._num_vain <= REST_AFTER:
-            return False
-        every = min(math.ceil(self._look_s / (LOOK_SHARE * costs.seconds(count, False))), MOST_REST)
-        if every <= 1 or self._num_vain % every == 0:
-            return False
-        return not any(request.grammar for request in step.requests)  # what a grammar forces comes at any time
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
