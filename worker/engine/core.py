@@ -31,8 +31,10 @@ from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.counters import Load
+from allspan.worker.scheduler.drafting.asking import Asking, DrafterFacts
 from allspan.worker.scheduler.drafting.costs import StepCosts
 from allspan.worker.scheduler.drafting.drafting import Drafting
+from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.table import drafters_of
 from allspan.worker.scheduler.limits import GroupLimits, limits_of
 from allspan.worker.scheduler.lookahead import BATCHES_A_STAGE, DEPTH, Lookahead, PipelineLookahead
@@ -93,11 +95,12 @@ class EngineCore:
             parts.sampling,
             MaskMaker(config.parallel.cpus),
         )
-        lifetimes = [group.lifetime for group in self.limits.groups()]
-        sizes = batch_sizes(config, length, lifetimes, row_inputs, own)
+        groups = self.limits.groups()
+        lifetimes, drafters = ([each.lifetime for each in groups if each.is_drafter is kind] for kind in (False, True))
+        sizes = batch_sizes(config, length, lifetimes, row_inputs, own, drafters)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, parts.adapters)
-        depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
-        runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader)
+        depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead and parts.drafter is None else 1
+        runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader, parts.drafter)
         lookahead = Lookahead(depth, sampler.samples_ahead)
         if pipe is not None:
             runner = StageRunner(model, sampler, self._batch, pipe)
@@ -177,17 +180,24 @@ class EngineCore:
         self._check_leader()
         self.operations.rebalance(timeout)
 
-    def draft_with(self, asked: Speculation, seconds: Mapping[int, float] | None = None) -> None:
+    def draft_with(
+        self, asked: Speculation, seconds: Mapping[int, float] | None = None, drafter: DrafterFacts | None = None
+    ) -> None:
         """Leader, before the first step: drafts tokens as is asked. `seconds` that steps of so many tokens take; None:
-        everything that is proposed is run, whether it pays or not. ConfigError for an unknown method."""
+        everything that is proposed is run, whether it pays or not. `drafter`: what there is to know of the one in the
+        ranks, if there is one. ConfigError for an unknown method."""
         size, most = self.limits.vocab_size, self.limits.max_num_batched_tokens
         costs = StepCosts(seconds, most) if seconds else None
-        drafting = Drafting(asked, drafters_of(asked), self.sampler.verifies_drafts, size, costs)
+        drafters, asking = drafters_of(asked), None
+        from_ranks = next((each for each in drafters if isinstance(each, RankDrafts)), None)
+        if from_ranks and drafter:
+            asking = Asking(from_ranks, asked.num_speculative_tokens, most, drafter, costs)
+        drafting = Drafting(asked, drafters, self.sampler.verifies_drafts, size, costs, asking=asking)
         self._planner.scheduler.drafting = drafting
 
     def time_steps(self, model: StepModel, collectives: Collectives) -> dict[int, float]:
         """All ranks at once, before the first step: see `step_times`."""
-        return step_times(self._batch, model, collectives, self.limits)
+        return step_times(self._batch.trial, model, collectives, self.limits)
 
     def reset_prefix_cache(self) -> None:
         """Leader: forgets every cached page; those in use are forgotten when they are given back. InvalidRequest on a

@@ -22,6 +22,8 @@ class GroupLimits:
     num_pages: int
     lifetime: PageLifetime = ALL_TOKENS
     num_host_pages: int = 0
+    is_drafter: bool = False
+    """They are of a model that drafts in the ranks, which has not always taken in all of a request's tokens."""
 
     def most_pages(self, num_tokens: int, page_size: int, step_tokens: int) -> int:
         """See `PageLifetime.most_pages`."""

@@ -58,6 +58,7 @@ class NextPlan:
             loads=copies[1],
             runs=tuple(step.runs),
             drafts=tuple(step.drafts.items()),
+            draft_runs=tuple(step.draft_runs),
             in_flight=in_flight,
             operation=operation[0],
             argument=operation[1],

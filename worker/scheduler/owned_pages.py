@@ -93,6 +93,11 @@ class OwnedPages:
         own = [other for other in running if other.owner == request.owner]
         return self.managers[request.owner].extend_for_drafts(request, count, own)
 
+    def extend_for_drafter(self, request: Request, tokens: int, running: Sequence[Request]) -> list[Grant] | None:
+        """See `PageManager.extend_for_drafter`; other owners' requests do not matter."""
+        own = [other for other in running if other.owner == request.owner]
+        return self.managers[request.owner].extend_for_drafter(request, tokens, own)
+
     def retract(self, request: Request) -> None:
         """See `PageManager.retract`."""
         self.managers[request.owner].retract(request)
@@ -105,6 +110,10 @@ class OwnedPages:
     def commit_computed(self, request: Request) -> None:
         """See `PageManager.commit_computed`."""
         self.managers[request.owner].commit_computed(request)
+
+    def commit_drafted(self, request: Request) -> None:
+        """See `PageManager.commit_drafted`."""
+        self.managers[request.owner].commit_drafted(request)
 
     def release(self, request: Request) -> None:
         """See `PageManager.release`."""

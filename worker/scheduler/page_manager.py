@@ -53,6 +53,10 @@ class PageManager:
         )
         self._keeps_all = len(self.groups) == 1 and self.groups[0].keeps_all
         self._windows = tuple(group for group in self.groups if group.limits.lifetime.window)
+        self._model = tuple(group for group in self.groups if not group.limits.is_drafter)
+        self._drafter = tuple(group for group in self.groups if group.limits.is_drafter)
+        """Their pages hold what the drafter has taken in, which may be less than what the model has computed, or more
+        by one token: a request may begin behind fewer cached pages of them."""
         self._weights_version = 1
         self._page_size = limits.page_size
         self._settings = settings
@@ -118,7 +122,7 @@ class PageManager:
         """Whether the request can join, with a page of each group left for every one that is `staying`, once those
         `leaving` have given theirs back."""
         for i, (group, part) in enumerate(zip(self.groups, hit.parts, strict=True)):
-            first, last = group.pages_at_join(part, hit.num_pages, request.num_tokens)
+            first, last = group.pages_at_join(part, _begin(group, part, hit), request.num_tokens)
             freed = sum(len(other.held[i].pages) for other in leaving)
             if not group.cache.fits(part, last - first, len(staying) - freed):
                 return False
@@ -129,11 +133,13 @@ class PageManager:
         step in a window. `fits` must have said yes just now."""
         grants = []
         for group, part in zip(self.groups, hit.parts, strict=True):
-            first, last = group.pages_at_join(part, hit.num_pages, request.num_tokens)
-            held = HeldPages(first, group.cache.take(part, last - first), hit.num_pages)
+            begin = _begin(group, part, hit)
+            first, last = group.pages_at_join(part, begin, request.num_tokens)
+            held = HeldPages(first, group.cache.take(part, last - first), begin)
             request.held.append(held)
             grants.append(Grant(request.row, tuple(held.pages), group.index, first))
         request.num_computed = hit.num_pages * self._page_size
+        request.num_drafted = request.held[-1].num_inserted * self._page_size if self._drafter else 0
         request.generation = -1
         if self._settings.enabled and request.options.prefix_cache:
             request.generation = self.cache.generation
@@ -173,6 +179,21 @@ class PageManager:
             count -= 1
         return count, []
 
+    def extend_for_drafter(self, request: Request, tokens: int, running: Sequence[Request]) -> list[Grant] | None:
+        """Returns pages of the drafter's groups for the first `tokens` of the request, or None where these would leave
+        less than a page for each of those that are `running`."""
+        lacking = [group.lacking(request.held[group.index], tokens) for group in self._drafter]
+        for group, count in zip(self._drafter, lacking, strict=True):
+            if count and group.cache.device.num_available - count < len(running):
+                return None
+        grants = []
+        for group, count in zip(self._drafter, lacking, strict=True):
+            if count:
+                held = request.held[group.index]
+                grants.append(Grant(request.row, group.cache.allocate(count), group.index, held.last))
+                held.pages.extend(grants[-1].pages)
+        return grants
+
     def retract(self, request: Request) -> None:
         """Gives back pages that were taken for drafts that were not kept."""
         for group, held in zip(self.groups, request.held, strict=True):
@@ -193,12 +214,20 @@ class PageManager:
                 first = request.held[self._logged].num_inserted
                 tokens = request.tokens(first * self._page_size, full * self._page_size)
                 news.describe(keys, first, tokens, request.adapter)
-            for group, held in zip(self.groups, request.held, strict=True):
-                group.commit(held, keys)
+            for group in self._model:
+                group.commit(request.held[group.index], keys)
             if news is not None:
                 news.described()
         for group in self._windows:
             group.release_behind(request.held[group.index], request.num_computed)
+
+    def commit_drafted(self, request: Request) -> None:
+        """The drafter has taken in `num_drafted` tokens: its pages that have become full can be found from now on."""
+        full = request.num_drafted // self._page_size
+        if request.generation == self.cache.generation:
+            for group in self._drafter:
+                if full > (held := request.held[group.index]).num_inserted:
+                    group.commit(held, self._keys(request, full))
 
     def release(self, request: Request) -> None:
         """Takes a request's pages back; the full ones of a request that takes part in the prefix cache stay cached."""
@@ -207,7 +236,7 @@ class PageManager:
         for group, held in zip(self.groups, request.held, strict=True):
             group.cache.release(held.pages)
         request.held.clear()
-        request.num_computed = 0
+        request.num_computed = request.num_drafted = 0
 
     def settle(self) -> None:
         """See `PrefixCache.settle`."""
@@ -246,16 +275,19 @@ class PageManager:
             raise InternalError("pages are awaited from a request that does not run")
 
     def _hit(self, keys: Sequence[bytes]) -> PrefixHit:
-        """The longest beginning behind which every group has what later tokens see of it."""
+        """The longest beginning behind which every group of the model has what later tokens see of it, and what those
+        of a drafter have of that."""
         count = len(keys)
         found: dict[int, list[tuple[int, bool] | None]] = {}
-        for group in sorted(self.groups, key=lambda group: not group.keeps_all):
+        for group in sorted(self._model, key=lambda group: not group.keeps_all):
             pages = found[group.index] = group.find(keys[:count])
             count = len(pages)
-        possible = [group.hits(found[group.index]) for group in self.groups if not group.keeps_all]
+        possible = [group.hits(found[group.index]) for group in self._model if not group.keeps_all]
         while not all(each[count] for each in possible):
             count -= 1
-        return PrefixHit(count, tuple(group.part(keys, found[group.index], count) for group in self.groups))
+        parts = [group.part(keys, found[group.index], count) for group in self._model]
+        drafted = min((group.cache.match(keys[:count]).num_pages for group in self._drafter), default=0)
+        return PrefixHit(count, (*parts, *(group.cache.match(keys[:drafted]) for group in self._drafter)))
 
     def _is_awaited(self, key: bytes, request: Request) -> bool:
         """Whether a request computes the page of `key` that `request` waits for: not one that goes after it."""
@@ -274,3 +306,8 @@ class PageManager:
         adapter, digests = request.model_inputs
         table, salt = self._row_inputs.table_of(len(request.prompt_token_ids)), request.options.cache_salt
         return root_key(self._settings.model, self._weights_version, adapter, digests.hex(), table, salt)
+
+
+def _begin(group: PageGroup, part: Match, hit: PrefixHit) -> int:
+    """How many cached pages a request begins behind in a group."""
+    return part.num_pages if group.limits.is_drafter else hit.num_pages

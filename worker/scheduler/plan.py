@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from allspan.protos.api.results import TokenLogprob
 from allspan.worker.cache.page_pool import Copy
+from allspan.worker.step.rank_drafter import Drafted, DraftRun
 
 
 class Operation(enum.IntEnum):
@@ -63,8 +64,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Applied in this order: leaves, drops, placements, joins, grants, saves, loads, runs, operation. A row samples
-    when its run reaches its last token.
+    """Applied in this order: leaves, drops, placements, joins, grants, saves, loads, runs, operation, draft runs. A
+    row samples when its run reaches its last token.
 
     A finish is a leave and a drop; a preemption is a leave alone, its resumption a join with `num_output`; a request
     that ends while it waits is a drop alone. So every payload that reached the leader is dropped by exactly one plan.
@@ -92,6 +93,8 @@ class StepPlan:
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Row and the last tokens of its run, which are only proposed: every one is sampled as well, and those up to the
     first that differs are kept."""
+    draft_runs: tuple[DraftRun, ...] = ()
+    """What the drafter in the ranks does when the tokens of this step are known."""
     operation: Operation = Operation.NONE
     argument: bytes = b""
     """What the operation is about."""
@@ -123,3 +126,7 @@ class StepResult:
     vectors: dict[int, bytes] = field(default_factory=dict)
     """Row → the result of a request with pooling whose prompt has ended, as little-endian float32; on the leader
     alone."""
+    drafted: dict[int, Drafted] = field(default_factory=dict)
+    """Row → what has come of its draft run."""
+    draft_s: float = 0.0
+    """Seconds that the draft runs took on this rank."""

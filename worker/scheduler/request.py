@@ -81,6 +81,8 @@ class Request:
     row: int = -1
     num_computed: int = 0
     """Tokens whose KV lies in its pages, as far as is known: steps in flight are not counted."""
+    num_drafted: int = 0
+    """Tokens whose KV a drafter in the ranks has in its pages."""
     num_in_flight: int = 0
     """Tokens that the steps in flight compute."""
     num_unknown: int = 0

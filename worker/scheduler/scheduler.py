@@ -187,6 +187,8 @@ class Scheduler:
                 outcomes += [(request, news) for news in outputs_of(request, run, end, result, now)]
                 if end.reason or end.error:
                     self._end(request, RequestStatus.FAILED if end.error else RequestStatus.FINISHED)
+        if self.drafting and result.drafted:
+            self.drafting.take(flight, result, self.memory)
         self.counters.throughput.generation.count(now, self.counters.generated_tokens - before)
         return outcomes
 
@@ -196,7 +198,7 @@ class Scheduler:
         if flight is None:
             raise InternalError(f"a result for step {result.step}, which is not the oldest one in flight")
         if self.drafting:
-            self.drafting.learn(flight, result.tokens, self.counters)
+            self.drafting.learn(flight, result, self.counters)
         return flight
 
     def _fill(self, step: StepBuilder) -> None:

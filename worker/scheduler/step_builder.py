@@ -5,6 +5,7 @@ from __future__ import annotations
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.plan import Run
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.rank_drafter import DraftRun
 
 
 class StepBuilder:
@@ -23,6 +24,8 @@ class StepBuilder:
         """The requests that get a token in this step."""
         self.drafts: dict[int, tuple[int, ...]] = {}
         """Row → the last tokens of its run, which are only proposed."""
+        self.draft_runs: list[DraftRun] = []
+        """What a drafter in the ranks does behind the step."""
         self.has_preempted = False
         self.must_wait = False
         """A step ahead that cannot be planned before those in flight are over."""

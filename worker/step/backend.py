@@ -22,6 +22,7 @@ from allspan.worker.sampling.device import Sampling
 from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers, StepMetadata
 from allspan.worker.step.model import DeviceModel, RankAdapters
+from allspan.worker.step.rank_drafter import RankDrafter
 
 HOST = "cpu"
 """The torch device of host memory."""
@@ -84,12 +85,15 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The buffers and the sampling kernels that a backend made for the steps of one engine, and its adapters."""
+    """The buffers and the sampling kernels that a backend made for the steps of one engine, its adapters, and its
+    drafter."""
 
     inputs: InputBuffers
     sampling: Sampling
     adapters: RankAdapters | None = None
     """None: requests take none."""
+    drafter: RankDrafter | None = None
+    """None: no model drafts in the ranks."""
 
 
 class Executor(Protocol):

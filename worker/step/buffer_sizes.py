@@ -50,6 +50,8 @@ class BatchSizes:
     """This rank among those that attend for requests of their own."""
     attention_ranks: int = 1
     """How many those are; 1: every rank attends for all requests."""
+    drafter_lifetimes: tuple[PageLifetime, ...] = ()
+    """How long the cache groups of a drafter in the ranks keep pages: they come behind the model's."""
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -63,10 +65,11 @@ def batch_sizes(
     lifetimes: Sequence[PageLifetime] = (ALL_TOKENS,),
     row_inputs: RowInputs = NO_ROW_INPUTS,
     attention: tuple[int, int] = (0, 1),
+    drafter_lifetimes: Sequence[PageLifetime] = (),
 ) -> BatchSizes:
     """Returns the sizes of a step of an engine with this configuration; `lifetimes` are those of the model's cache
     groups, `row_inputs` what its requests may bring, `attention` this rank among those that attend for requests of
-    their own, and how many they are."""
+    their own, and how many they are, `drafter_lifetimes` those of the cache groups of a drafter in the ranks."""
     most = config.scheduler
     rows, page_size = most_logits_rows(most.max_num_seqs), config.cache.page_size
     tokens = most.max_num_batched_tokens
@@ -82,4 +85,5 @@ def batch_sizes(
         row_inputs.scorer,
         row_inputs.num_adapters,
         *attention,
+        tuple(drafter_lifetimes),
     )

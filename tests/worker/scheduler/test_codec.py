@@ -8,6 +8,7 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.scheduler.codec import decode, encode
 from allspan.worker.scheduler.plan import Grant, Join, Operation, Run, StepPlan
+from allspan.worker.step.rank_drafter import DraftRun
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -32,6 +33,7 @@ plans = st.builds(
     runs=tuples(st.builds(Run, u32, u32)),
     in_flight=u32,
     drafts=tuples(st.tuples(u32, tuples(u32))),
+    draft_runs=tuples(st.builds(DraftRun, u32, u32, u32, u32)),
     operation=st.sampled_from(Operation),
 )
 PLAN = StepPlan(1, 2, 3, (0,), (bytes(16),), (Join(1, bytes(16), 5),), (Grant(1, (7, 8)),), runs=(Run(1, 9),))

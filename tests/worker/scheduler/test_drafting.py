@@ -27,7 +27,7 @@ from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.scheduler.lookahead import Flight
 from allspan.worker.scheduler.page_manager import PageManager
-from allspan.worker.scheduler.plan import Run, StepPlan
+from allspan.worker.scheduler.plan import Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
 from allspan.worker.scheduler.step_builder import StepBuilder
 from support.byte_tokenizer import byte_tokenizer
@@ -265,7 +265,7 @@ def test_drafts_are_looked_for_less_often_where_there_are_none_and_looking_takes
             each.output_token_ids.append(2)
         flight = Flight(StepPlan(0, 0, 0, runs=tuple(built.runs), drafts=tuple(built.drafts.items())), requests, True)
         now[0] += 1.0
-        drafting.learn(flight, dict.fromkeys(range(len(requests)), (2,)), SchedulerCounters())
+        drafting.learn(flight, StepResult(0, dict.fromkeys(range(len(requests)), (2,))), SchedulerCounters())
 
     one = request(1, [1, 2, 3])
     for _ in range(500):

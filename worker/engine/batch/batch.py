@@ -23,6 +23,7 @@ from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, StepInputs, axis_names
 from allspan.worker.step.model import PageTiers, RankAdapters
+from allspan.worker.step.rank_drafter import DraftRows
 from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -51,7 +52,7 @@ class Batch:
         self._sampler = sampler
         self._tiers = tiers
         self.buffers = buffers
-        self._rows = RowStates(sizes, sizes.lifetimes)
+        self._rows = RowStates(sizes, (*sizes.lifetimes, *sizes.drafter_lifetimes))
         self._shared = SharedPages(self._rows.tables[0], sizes.page_size) if buffers.wants_common else None
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
@@ -59,6 +60,12 @@ class Batch:
         self._pools: dict[int, RowPool] = {}
         """Rows that get a vector instead of tokens."""
         self.tokens_hash = 0
+
+    @property
+    def rows(self) -> DraftRows:
+        """The running rows between two steps, as a drafter in the ranks sees them."""
+        self.part()
+        return self._rows
 
     @property
     def num_rows(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from allspan.worker.sampling.sampler import Launched, Sampler
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.step.inputs import StepInputs, take_ids
 from allspan.worker.step.model import StepModel
+from allspan.worker.step.rank_drafter import RankDrafter
 
 Operate = Callable[[StepPlan], None]
 """Carries out the operation of a plan."""
@@ -44,9 +45,18 @@ class Runner:
     that is not read before it is written again, later on the same CUDA stream.
     """
 
-    def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, is_leader: bool = True) -> None:
-        """Only the leader takes hidden states for rows with pooling: every rank has the same."""
+    def __init__(
+        self,
+        model: StepModel,
+        sampler: Sampler,
+        batch: Batch,
+        is_leader: bool = True,
+        drafter: RankDrafter | None = None,
+    ) -> None:
+        """Only the leader takes hidden states for rows with pooling: every rank has the same. A `drafter` drafts behind
+        steps of the plain loop alone."""
         self._is_leader = is_leader
+        self._drafter = drafter
         self.model_s = 0.0
         """Seconds in the model: of launching it, where it runs on its own, and of waiting for it."""
         self.wait_s = 0.0
@@ -61,7 +71,11 @@ class Runner:
         return len(self._flights)
 
     def run(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
-        """One plan: the state that it changes, its operation, its tokens."""
+        """One plan: the state that it changes, its operation, its tokens, and what is drafted behind these."""
+        result = self._verified(plan, inbox, operate)
+        return self._drafted(plan, result) if plan.draft_runs else result
+
+    def _verified(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
         step = self._batch.apply(plan, inbox)
         if plan.operation is not Operation.NONE:
             operate(plan)
@@ -110,6 +124,16 @@ class Runner:
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
         return self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
+
+    def _drafted(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result of a step, with what the drafter has made of the rows behind it."""
+        if self._drafter is None:
+            raise InternalError(f"step {plan.step} has rows drafted for, this rank has no drafter")
+        before = time.perf_counter()
+        drafted = self._drafter.draft(plan.draft_runs, self._batch.rows)
+        seconds = time.perf_counter() - before
+        self.model_s += seconds
+        return replace(result, drafted=dict(drafted), draft_s=seconds)
 
     def _hidden(self, step: BatchStep) -> Tensor | None:
         """The hidden states that a step's rows ask for."""

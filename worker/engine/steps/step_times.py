@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
-from allspan.worker.engine.batch.batch import Batch
 from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.scheduler.limits import Limits
+from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.model import StepModel
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -18,17 +19,19 @@ LEAST_STEPS, MOST_SECONDS = 4, 3.0
 """The steps that are timed at least, and the seconds after which no more are."""
 
 
-def step_times(batch: Batch, model: StepModel, collectives: Collectives, limits: Limits) -> dict[int, float]:
-    """Returns for some numbers of tokens of one request the seconds of a forward pass on the slowest rank: the
-    least of several rounds, and of large numbers only where there is time. All ranks call it at once. Keys and values
-    go into pages that nobody has yet."""
+def step_times(
+    trial: Callable[[int], StepInputs], model: StepModel, collectives: Collectives, limits: Limits
+) -> dict[int, float]:
+    """Returns for some numbers of tokens of one request, of which `trial` makes the inputs, the seconds of a forward
+    pass on the slowest rank: the least of several rounds, and of large numbers only where there is time. All ranks call
+    it at once. Keys and values go into pages that nobody has yet."""
     held = min(group.num_pages for group in limits.groups()) * limits.page_size
     most = min(limits.max_chunk_tokens, limits.max_logits_rows, limits.max_model_len - 1, held)
     sizes = [size for size in SIZES if size <= most]
     found: dict[int, float] = {}
     began = time.perf_counter()
     for number, size in enumerate(sizes * ROUNDS, 1):
-        inputs = batch.trial(size)
+        inputs = trial(size)
         started = time.perf_counter()
         model.forward(inputs)
         found[size] = min(found.get(size, math.inf), time.perf_counter() - started)

@@ -9,21 +9,24 @@ Whatever a drafter proposes, a request's tokens do not change. Drafts are run wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+from allspan.protos.api.errors import InternalError
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
+from allspan.worker.scheduler.drafting.asking import Asking
 from allspan.worker.scheduler.drafting.costs import TRIAL_CHANCE, TRIAL_DRAFTS, StepCosts
-from allspan.worker.scheduler.drafting.drafter import Drafter
+from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.looks import Looks
+from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts, kind_of
 from allspan.worker.scheduler.lookahead import Flight
 from allspan.worker.scheduler.owned_pages import OwnedPages
 from allspan.worker.scheduler.page_manager import PageManager
-from allspan.worker.scheduler.plan import Grant
-from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.plan import Grant, StepResult
+from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.step_builder import StepBuilder
 
 Verifies = Callable[[SamplingParams], bool]
@@ -41,12 +44,15 @@ class Drafting:
         vocab_size: int,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        asking: Asking | None = None,
     ) -> None:
-        """`costs` None: everything that is proposed is run, whether it pays or not."""
+        """`costs` None: everything that is proposed is run, whether it pays or not. `asking`: for what one of the
+        drafters, RankDrafts, hands on."""
         self._most = asked.num_speculative_tokens
         self._least_chance = asked.suffix_decoding_min_token_prob
         self._drafters = drafters
         self._grammars = next((each for each in drafters if isinstance(each, ForcedTokens)), None)
+        self._asking = asking
         self._verifies = verifies
         self._vocab_size = vocab_size
         self._costs = costs
@@ -60,14 +66,17 @@ class Drafting:
         self._looks = Looks()
 
     def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
-        """Adds drafts to the step's decodes, with what is left of its budgets. Returns their pages."""
+        """Adds drafts to the step's decodes, with what is left of its budgets, and where drafts are made in the ranks
+        asks for those of the next step. Returns their pages."""
         self._rests = self._costs is not None and self._looks.may_rest(step, self._costs)
         if self._rests:
             return []
         self._proposed.clear()
         self._began_at = self._clock()
         grants = self._add_drafts(step, memory, running)
-        self._looks.looked(self._clock() - self._began_at, not step.drafts)
+        if self._asking and memory.can_retract:
+            grants += self._asking.fill(step, memory, running, self._may_draft, self._chances)
+        self._looks.looked(self._clock() - self._began_at, not (step.drafts or step.draft_runs))
         return grants
 
     def _add_drafts(
@@ -100,11 +109,23 @@ class Drafting:
                 expected += sum(chances[:count])
         return grants
 
-    def learn(self, flight: Flight, tokens: Mapping[int, Sequence[int]], counters: SchedulerCounters) -> None:
+    def take(self, flight: Flight, result: StepResult, memory: PageManager | OwnedPages) -> None:
+        """Takes in what was drafted in the ranks behind a step, whose tokens the requests have by now."""
+        if self._asking is None:
+            raise InternalError("tokens were drafted in the ranks that nobody asked for")
+        requests = {run.row: request for run, request in zip(flight.plan.runs, flight.requests, strict=True)}
+        for run in flight.plan.draft_runs:
+            request, drafted = requests[run.row], result.drafted[run.row]
+            if request.status is RequestStatus.RUNNING:
+                request.num_drafted = drafted.num_tokens
+                memory.commit_drafted(request)
+                self._asking.drafts.take(request, drafted, run.first)
+
+    def learn(self, flight: Flight, result: StepResult, counters: SchedulerCounters) -> None:
         """The step that `fill` was called for last has made these tokens of its rows just now."""
         if self._rests:
             return
-        plan, drafted = flight.plan, dict(flight.plan.drafts)
+        plan, drafted, tokens = flight.plan, dict(flight.plan.drafts), result.tokens
         for request, run in zip(flight.requests, plan.runs, strict=True) if self._proposed else ():
             made = tokens.get(run.row, ())
             if run.row in drafted and made:
@@ -114,7 +135,9 @@ class Drafting:
         self._proposed.clear()
         count = sum(run.num_tokens for run in plan.runs)
         if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
-            self._costs.learn(count, bool(drafted), self._clock() - self._began_at)
+            self._costs.learn(count, bool(drafted), self._clock() - self._began_at - result.draft_s)
+        if self._asking:
+            self._asking.learn(plan, result)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -125,9 +148,17 @@ class Drafting:
 
     def _most_of(self, request: Request, step: StepBuilder) -> int:
         """The most drafts that the request can have in a step, if it gets a token in it at all."""
-        if not (request.num_unknown and request.options.speculation and self._verifies(request.params)):
+        if not (request.num_unknown and self._may_draft(request)):
             return 0
         return min(step.room, step.most_chunk - 1, self._most, request.max_tokens - len(request.output_token_ids) - 1)
+
+    def _may_draft(self, request: Request) -> bool:
+        return request.options.speculation and self._verifies(request.params)
+
+    def _chances(self, request: Request, most: int) -> list[float]:
+        """The chances of drafts that are made in the ranks."""
+        number = next(i for i, each in enumerate(self._drafters) if isinstance(each, RankDrafts))
+        return self._acceptance.chances(request, (Proposed(Draft(0, kind_of(i)), number) for i in range(most)))
 
     def _propose(self, request: Request, most: int) -> list[Proposed]:
         """What the drafters propose, one behind the other, up to an id that cannot be."""

@@ -9,9 +9,11 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.drafting.drafter import Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
+from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 
 DRAFTERS: dict[str, Callable[[Speculation], Sequence[Drafter]]] = {
+    "draft_model": lambda asked: (ForcedTokens(), RankDrafts()),
     "ngram": lambda asked: (NgramDrafter(asked),),
     "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked)),
 }

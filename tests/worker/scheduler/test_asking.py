@@ -1,0 +1,149 @@
+"""What a drafter in the ranks is asked for, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from allspan.worker.scheduler.drafting.asking import EXPECTED_LEFT, TRIAL_DRAFTS, Asking, DrafterFacts
+from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
+from allspan.worker.scheduler.limits import GroupLimits, Limits
+from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, PrefixSettings
+from allspan.worker.scheduler.plan import Run, StepPlan, StepResult
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.step_builder import StepBuilder
+from allspan.worker.step.rank_drafter import Drafted, DraftRun
+from support.cores import request
+
+STEADY = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.25, 16: 1.6, 32: 2.4, 64: 4.2}
+
+
+class Leader:
+    """One request that decodes, and what is asked for it."""
+
+    def __init__(self, share: float | None, prompt: int = 6, max_tokens: int = 500, **limits: int) -> None:
+        """The drafter takes `share` of a step; None: its costs do not matter."""
+        self.limits = Limits(97, 4096, 16, 300, 4, 1024, 9, more_groups=(GroupLimits(300, is_drafter=True),))
+        self.memory = PageManager(self.limits, PrefixSettings())
+        self.drafts = RankDrafts()
+        facts = DrafterFacts(limits.get("max_model_len", 4096), {at: s * (share or 0) for at, s in STEADY.items()})
+        self.asking = Asking(self.drafts, 8, 1024, facts, StepCosts(STEADY, 1024) if share else None)
+        self.one = request(1, range(prompt), max_tokens=max_tokens)
+        self.one.row, self.one.max_tokens = 0, max_tokens
+        (hit,) = self.memory.match(self.one) or ()
+        assert isinstance(hit, PrefixHit)
+        self.memory.join(self.one, hit)
+        self.one.output_token_ids.append(5)
+        self.one.num_computed = prompt
+
+    def ask(self, chance: float, budget: int = 1024) -> DraftRun | None:
+        """What is asked for behind a step of the request, whose drafts are kept with that chance."""
+        step = StepBuilder(self.limits)
+        self.memory.extend(self.one, 1)
+        step.decode(self.one, Run(0, 1))
+        step.budget = budget
+
+        def chances(request: Request, most: int) -> Sequence[float]:
+            return [chance] * most
+
+        self.asking.fill(step, self.memory, [self.one], lambda request: True, chances)
+        self.one.num_in_flight = self.one.num_unknown = 0
+        return step.draft_runs[0] if step.draft_runs else None
+
+    def go_on(self, drafted: int = -1) -> None:
+        """The step is over: a token has come, and the drafter has taken in so many."""
+        self.one.output_token_ids.append(5)
+        self.one.num_computed += 1
+        if drafted >= 0:
+            self.drafts.take(self.one, Drafted(drafted), self.one.num_drafted)
+            self.one.num_drafted = drafted
+
+
+def test_likely_drafts_of_a_cheap_drafter_are_asked_for_in_numbers() -> None:
+    drafts = [Leader(share).ask(chance) for share in (0.02, 0.1, 0.3) for chance in (0.95, 0.7, 0.5, 0.2)]
+    counts = [run.num_drafts if run else 0 for run in drafts]
+    assert counts[0] == 8
+    assert counts == sorted(counts[:4], reverse=True) + sorted(counts[4:8], reverse=True) + counts[8:]
+    assert counts[0] >= counts[4] >= counts[8] > 0
+    assert counts[3] == counts[7] == counts[11] == 0
+
+
+def test_what_the_drafter_lacks_counts_by_the_tokens_that_are_still_to_come() -> None:
+    assert Leader(0.3, prompt=900, max_tokens=2 * EXPECTED_LEFT).ask(0.7)
+    assert not Leader(0.3, prompt=900, max_tokens=40).ask(0.7)
+
+
+def test_a_long_way_behind_takes_as_many_steps_as_it_needs() -> None:
+    assert Leader(0.3, prompt=1000, max_tokens=2 * EXPECTED_LEFT).ask(0.7)
+    assert not Leader(0.3, prompt=4000, max_tokens=2 * EXPECTED_LEFT).ask(0.7)
+
+
+def test_it_catches_up_in_parts_that_fit_the_step() -> None:
+    leader, taken = Leader(None, prompt=100), 0
+    while (run := leader.ask(1.0, budget=40)) and not run.num_drafts:
+        assert run == DraftRun(0, taken, 40, 0)
+        taken += 40
+        leader.go_on(taken)
+    assert run == DraftRun(0, 80, leader.one.num_tokens + 1 - 80, 8)
+
+
+def test_nothing_is_asked_for_that_cannot_be_used() -> None:
+    assert not Leader(None, max_tokens=3).ask(1.0)
+    assert (run := Leader(None, max_tokens=5).ask(1.0)) is not None
+    assert run.num_drafts == 2
+    assert not Leader(None, max_model_len=8).ask(1.0)
+    leader = Leader(None)
+    assert leader.ask(1.0)
+    leader.go_on(0)  # it could not take in the first token
+    assert not leader.ask(1.0)
+
+
+def test_pages_for_drafts_leave_one_for_each_request() -> None:
+    leader = Leader(None, prompt=14)
+    held = leader.memory.groups[1].cache.device
+    spare = held.allocate(held.num_available - 1)
+    assert not leader.ask(1.0)
+    held.release(spare[:1])
+    assert leader.ask(1.0)
+    leader.one.num_drafted = 5
+    leader.memory.retract(leader.one)
+    assert held.num_available == 2
+
+
+def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_time() -> None:
+    leader = Leader(0.1, max_tokens=2000)
+    asked = []
+    for _ in range(600):
+        run = leader.ask(0.1)
+        asked.append(run)
+        if run:
+            plan = StepPlan(1, 1, 0, draft_runs=(run,))
+            made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
+            leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=0.3))
+        leader.go_on(leader.one.num_tokens + 1 if run else -1)
+    trials = [run for run in asked if run]
+    assert 2 <= len(trials) <= 0.01 * 600 / 0.3
+    assert {run.num_drafts for run in trials} == {TRIAL_DRAFTS}
+
+
+def test_its_time_is_learnt() -> None:
+    leader = Leader(0.1)
+    run = leader.ask(0.9)
+    assert run
+    made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
+    plan = StepPlan(1, 1, 0, draft_runs=(run,))
+    leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=20.0))
+    leader.go_on(made.num_tokens)
+    assert not leader.ask(0.9)
+
+
+@pytest.mark.parametrize("before", [(), (1,), (1, 2), (3,)])
+def test_drafts_go_on_behind_those_of_others(before: tuple[int, ...]) -> None:
+    drafts, one = RankDrafts(), request(1, [7, 8, 9])
+    drafts.take(one, Drafted(3, (1, 2, 3, 4)), 0)
+    found = [draft.token for draft in drafts.propose(one, before, 2)]
+    assert found == ([] if before == (3,) else [1, 2, 3, 4][len(before) :][:2])
+    one.output_token_ids.append(1)
+    assert not drafts.propose(one, (), 2)

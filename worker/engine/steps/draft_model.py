@@ -1,0 +1,101 @@
+"""DraftModel: a whole model in the ranks that drafts for another one, in pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allspan.protos.api.errors import InternalError
+from allspan.worker.cache.spec import PageLifetime
+from allspan.worker.engine.batch.paging import paged_values
+from allspan.worker.parallel.base import Collectives
+from allspan.worker.parallel.local import LocalCollectives
+from allspan.worker.sampling.best_tokens import BestTokens
+from allspan.worker.sampling.device import Sampling
+from allspan.worker.step.inputs import InputBuffers, StepInputs
+from allspan.worker.step.model import StepModel
+from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun
+
+Longs = NDArray[np.int64]
+
+
+class DraftModel:
+    """Proposes its most likely tokens, one behind the other; see `allspan.worker.step.rank_drafter.RankDrafter`.
+
+    What it writes for tokens that it proposes lies behind the row's own and is never read again: when the row has gone
+    on, its tokens are taken in anew, whether they were proposed or not.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        buffers: InputBuffers,
+        lifetimes: tuple[PageLifetime, ...],
+        page_size: int,
+        collectives: Collectives,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """`buffers` of its steps' inputs; `lifetimes` of its cache groups. `sampling` None: the host's kernel."""
+        self.model = model
+        self.lifetimes = lifetimes
+        self.max_model_len = model.max_model_len
+        self._buffers = buffers
+        self._page_size = page_size
+        self._vocab_size, widths = sum(model.vocab_widths), model.vocab_widths
+        ranks = collectives if len(widths) > 1 else LocalCollectives()
+        self._best = BestTokens(0, widths, ranks, sampling or Sampling())
+
+    def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
+        taken = {run: self._count(run, rows) for run in runs}
+        ordered = sorted((run for run in runs if taken[run]), key=lambda run: (taken[run] > 1, run.row))
+        found = {run.row: Drafted(run.first + taken[run]) for run in runs}
+        if not ordered:
+            return found
+        numbers = np.asarray([run.row for run in ordered])
+        counts = np.asarray([taken[run] for run in ordered])
+        starts = np.asarray([run.first for run in ordered])
+        ids = np.concatenate([rows.tokens[run.row, run.first : run.first + taken[run]] for run in ordered])
+        is_whole = starts + counts == rows.num_tokens[numbers]
+        asked = np.where(is_whole, [run.num_drafts for run in ordered], 0)
+        drafting = np.flatnonzero(asked > 0)
+        tokens = self._forward(rows, numbers, counts, starts, ids, np.cumsum(counts)[drafting] - 1)
+        made: dict[int, list[int]] = {int(row): [] for row in numbers}
+        while len(drafting):
+            for i, token in zip(drafting.tolist(), tokens.tolist(), strict=True):
+                made[int(numbers[i])].append(token)
+            lengths = np.asarray([len(made[row]) for row in numbers.tolist()])
+            goes_on = (lengths[drafting] < asked[drafting]) & (tokens >= 0)
+            drafting, tokens = drafting[goes_on], tokens[goes_on]
+            if len(drafting):
+                ends = (starts + counts + lengths - 1)[drafting]
+                tokens = self._forward(rows, numbers[drafting], np.ones_like(ends), ends, tokens, np.arange(len(ends)))
+        return {row: Drafted(each.num_tokens, tuple(made.get(row, ()))) for row, each in found.items()}
+
+    def trial(self, count: int) -> StepInputs:
+        starts, counts = np.zeros(1, dtype=np.int64), np.full(1, count, dtype=np.int64)
+        tables = [np.arange(-(-count // self._page_size), dtype=np.int32)[None]] * len(self.lifetimes)
+        values = paged_values(tables, self.lifetimes, self._page_size, starts, counts, starts)
+        values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
+        return self._buffers.fill(values)
+
+    def _count(self, run: DraftRun, rows: DraftRows) -> int:
+        """How many of the row's tokens a run takes in: none behind an id that the model does not have."""
+        count = min(run.most, int(rows.num_tokens[run.row]) - run.first)
+        tokens = rows.tokens[run.row, run.first : run.first + count]
+        unknown = np.flatnonzero(tokens >= self._vocab_size)
+        return int(unknown[0]) if len(unknown) else count
+
+    def _forward(
+        self, rows: DraftRows, numbers: Longs, counts: Longs, starts: Longs, ids: NDArray[np.int32], wanted: Longs
+    ) -> NDArray[np.int32]:
+        """Runs `counts` more tokens of the rows `numbers`, `ids`, behind `starts`. Returns the most likely token behind
+        each that is `wanted`, -1 where the logits are not finite."""
+        groups = len(self.lifetimes)
+        if (rows.num_pages[-groups:, numbers] * self._page_size < starts + counts).any():
+            raise InternalError("a row is drafted for past its pages of the drafter")
+        tables = rows.tables[-groups:]
+        values = paged_values(tables, self.lifetimes, self._page_size, numbers, counts, starts)
+        logits = self.model.forward(self._buffers.fill(values | {"ids": ids, "logits_rows": wanted}))
+        return self._best.of(logits) if len(wanted) else np.zeros(0, dtype=np.int32)

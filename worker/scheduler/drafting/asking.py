@@ -1,0 +1,185 @@
+"""Asking: what a drafter in the ranks is to draft behind a step.
+
+It is asked for as many drafts as make tokens a second most, its own time counted, and for none where it does not pay:
+then it falls behind, and takes in what it lacks when it is asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from allspan.worker.scheduler.drafting.costs import GAIN, StepCosts
+from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
+from allspan.worker.scheduler.owned_pages import OwnedPages
+from allspan.worker.scheduler.page_manager import PageManager
+from allspan.worker.scheduler.plan import Grant, StepPlan, StepResult
+from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.step_builder import StepBuilder
+from allspan.worker.step.rank_drafter import DraftRun
+
+LEAST_CHANCE = 0.3
+"""Requests whose first draft is less likely to be kept are not drafted for, but in a trial."""
+EXPECTED_LEFT = 256
+"""Tokens that are still expected of a request at most: over these it takes in what it lacks."""
+TRIAL_SHARE, TRIAL_DRAFTS = 0.01, 3
+"""A drafter that does not pay is tried again with so many drafts once that takes no more than this share of the time
+without."""
+_FAST, _FARTHEST = 0.2, 0.7
+
+Chances = Callable[[Request, int], Sequence[float]]
+"""The chance of each of the first drafts of a request, at most so many, those before it being kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """What the leader knows of a drafter in the ranks."""
+
+    max_model_len: int
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """What its steps take by their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A request that may be drafted for."""
+
+    request: Request
+    most: int
+    """The most drafts that it can use."""
+    total: int
+    """Its tokens when the step is over, if all of the step's drafts are kept."""
+    chances: Sequence[float]
+
+    @property
+    def behind(self) -> int:
+        """Tokens that the drafter has not taken in."""
+        return self.total - self.request.num_drafted
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still expected of it."""
+        return min(EXPECTED_LEFT, self.request.max_tokens - len(self.request.output_token_ids))
+
+
+class Asking:
+    """Fills a step's draft runs, and learns what they take."""
+
+    def __init__(
+        self, drafts: RankDrafts, most: int, most_tokens: int, drafter: DrafterFacts, costs: StepCosts | None
+    ) -> None:
+        """`most` drafts of a request in a step; `most_tokens` of a step. `costs` of the model that verifies; None: all
+        that can be drafted is asked for, whether it pays or not."""
+        self.drafts = drafts
+        self._most = most
+        self._most_tokens = most_tokens
+        self._max_model_len = drafter.max_model_len
+        self._costs = costs
+        self._drafter = StepCosts(drafter.seconds, most_tokens) if costs else None
+        self._speed: float | None = None
+        """A logarithm: what the drafter needs beside what was measured; None: it has not run yet."""
+        self._unasked_s = 0.0
+        """Seconds of steps since the last one behind which something was drafted."""
+
+    def fill(
+        self,
+        step: StepBuilder,
+        memory: PageManager | OwnedPages,
+        running: Sequence[Request],
+        verifies: Callable[[Request], bool],
+        chances: Chances,
+    ) -> list[Grant]:
+        """Asks for drafts behind the step, for requests that it decodes. Returns the pages that they take."""
+        wishes, count = self._wishes(step, verifies, chances), self._most
+        if self._costs:
+            wishes, count = self._worthwhile(wishes, len(step.sampled))
+        grants: list[Grant] = []
+        budget = step.budget
+        for wish in wishes if count else ():
+            request, taken = wish.request, min(wish.behind, budget)
+            drafts = min(count, wish.most) if taken == wish.behind else 0
+            places = wish.total + drafts - 1 if drafts else request.num_drafted + taken
+            pages = memory.extend_for_drafter(request, places, running) if taken else None
+            if pages is not None:
+                grants += pages
+                budget -= taken
+                step.draft_runs.append(DraftRun(request.row, request.num_drafted, taken, drafts))
+        return grants
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """The draft runs of a step have taken `result.draft_s`."""
+        if self._costs is None or not result.drafted or result.draft_s <= 0:
+            return
+        taken = sum(result.drafted[run.row].num_tokens - run.first for run in plan.draft_runs)
+        depths = [len(result.drafted[run.row].drafts) for run in plan.draft_runs]
+        error = math.log(result.draft_s / self._seconds(taken, depths))
+        if self._speed is None:
+            self._speed = error
+        else:
+            self._speed += _FAST * min(max(error, -_FARTHEST), _FARTHEST)
+
+    def _wishes(self, step: StepBuilder, verifies: Callable[[Request], bool], chances: Chances) -> list[_Wish]:
+        """The requests that the step decodes and that may be drafted for behind it."""
+        found = []
+        for request, run in zip(step.requests, step.runs, strict=True):
+            if run.num_tokens != 1 + len(step.drafts.get(run.row, ())) or not request.num_unknown:
+                continue
+            total = request.num_tokens + run.num_tokens
+            left = (
+                request.max_tokens - len(request.output_token_ids) - 2
+            )  # this step's token, and one behind the drafts
+            most = min(self._most, left, self._max_model_len - total)
+            has_ids = request.embeddings is None and request.positions is None
+            if most > 0 and has_ids and verifies(request) and not self.drafts.refuses(request):
+                found.append(_Wish(request, most, total, chances(request, most) if self._costs else ()))
+        return found
+
+    def _worthwhile(self, wishes: Sequence[_Wish], rows: int) -> tuple[list[_Wish], int]:
+        """For which requests drafts are asked for in a step of so many `rows`, and how many for each."""
+        assert self._costs is not None
+        likely = [wish for wish in wishes if wish.chances[0] >= LEAST_CHANCE]
+        plain_s = self._costs.seconds(rows, False)
+        if count := self._most_useful(likely, rows, plain_s):
+            self._unasked_s = 0.0
+            return likely, count
+        self._unasked_s += plain_s
+        nearest = min(wishes, key=lambda wish: wish.behind, default=None)
+        if nearest and self._seconds(nearest.behind, [TRIAL_DRAFTS]) <= TRIAL_SHARE * self._unasked_s:
+            self._unasked_s = 0.0
+            return [nearest], TRIAL_DRAFTS
+        return [], 0
+
+    def _most_useful(self, wishes: Sequence[_Wish], rows: int, plain_s: float) -> int:
+        """How many drafts a request make tokens a second most."""
+        assert self._costs is not None
+        if not wishes:
+            return 0
+        behind, left = sum(wish.behind for wish in wishes), sum(wish.left for wish in wishes)
+        best, count = GAIN * rows / plain_s, 0
+        kept, tokens, expected = [1.0] * len(wishes), rows, float(rows)
+        for depth in range(self._most):
+            for i, wish in enumerate(wishes):
+                if depth < min(len(wish.chances), wish.most):
+                    kept[i] *= wish.chances[depth]
+                    expected += kept[i]
+                    tokens += 1
+            if tokens < rows + depth + 1:  # no request has so many
+                break
+            depths = [min(depth + 1, wish.most) for wish in wishes]
+            steady = len(wishes) + round(expected - rows)
+            seconds = self._costs.seconds(tokens, True) + self._seconds(steady, depths)
+            if behind > 2 * steady:
+                late_s = self._seconds(behind, ()) - self._seconds(steady, ())
+                seconds += late_s * min(1.0, expected / left)
+            if expected / seconds > best:
+                best, count = expected / seconds, depth + 1
+        return count
+
+    def _seconds(self, taken: int, depths: Sequence[int]) -> float:
+        """What it takes to take in so many tokens and to draft so many for each request."""
+        assert self._drafter is not None
+        whole, rest = divmod(taken, self._most_tokens)
+        later = [sum(depth > i for depth in depths) for i in range(1, max(depths, default=0))]
+        steps = [self._most_tokens] * whole + [rest] * bool(rest) + later
+        return sum(self._drafter.seconds(tokens, False) for tokens in steps) * math.exp(self._speed or 0.0)

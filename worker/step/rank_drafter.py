@@ -1,0 +1,70 @@
+"""What the engine asks of a model that drafts tokens in the ranks, beside the one that verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allspan.worker.cache.spec import PageLifetime
+
+if TYPE_CHECKING:  # the scheduler, which plans these runs, names no tensor
+    from allspan.worker.step.inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRun:
+    """What a drafter does for a row once the tokens of a step are known."""
+
+    row: int
+    first: int
+    """Tokens of the row, from its beginning, whose keys and values the drafter's pages hold."""
+    most: int
+    """The most that it takes in of those behind."""
+    num_drafts: int
+    """Tokens that it then proposes, if it has taken in all of the row's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What has come of a DraftRun, the same on every rank."""
+
+    num_tokens: int
+    """Tokens of the row whose keys and values the drafter's pages hold now. No more than before: the drafter cannot
+    take in what follows."""
+    drafts: tuple[int, ...] = ()
+
+
+class DraftRows(Protocol):
+    """The running rows as a drafter sees them; `allspan.worker.engine.batch.rows` has the real ones."""
+
+    tokens: NDArray[np.int32]
+    """[rows, max_model_len]: the tokens of each."""
+    num_tokens: NDArray[np.int64]
+    """[rows]."""
+    tables: list[NDArray[np.int32]]
+    """For each cache group, those of the drafter last, [rows, pages]: the pages of each row by their places."""
+    num_pages: NDArray[np.int64]
+    """[cache groups, rows]: the place up to which a row has pages."""
+
+
+class RankDrafter(Protocol):
+    """A model that drafts, with its cache bound. All ranks call it alike, and end with equal drafts."""
+
+    @property
+    def lifetimes(self) -> tuple[PageLifetime, ...]:
+        """How long its cache groups keep pages. They are the engine's last ones; page numbers come from its plans."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest row that it drafts for."""
+
+    def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
+        """Carries out the runs of a step whose tokens are known, each of another row; what has come of them by row."""
+
+    def trial(self, count: int) -> StepInputs:
+        """The inputs of a step with `count` tokens of one request in its first pages. For the time before the first
+        plan."""
