@@ -28,6 +28,7 @@ from allspan.launch.limits import allow_many_connections, check_file_size
 from allspan.launch.logs import LogCopy
 from allspan.launch.models.checkpoint_files import check_files, check_stages
 from allspan.launch.models.conversion import with_its_ranks
+from allspan.launch.models.draft_model import with_its_path
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.placement.binding import Bound
 from allspan.launch.placement.placement import Placement
@@ -169,7 +170,9 @@ def _serve(settings: ServeSettings, bound: Bound, fleet: Fleet | None, log: LogC
         check_mpirun(mpirun)
     model = resolve_model(settings.model, settings.hub)
     parse_modules(settings.adapters, (model.name,))
-    check_files(model.path, settings.weights.load_format != "dummy")
+    has_weights = settings.weights.load_format != "dummy"
+    check_files(model.path, has_weights)
+    settings = replace(settings, scheduler=with_its_path(settings.scheduler, settings.hub, has_weights))
     sockets = bind(settings.gateway) if settings.gateway else None
     interrupt = Interrupt(settings.shutdown_timeout)
     try:

@@ -120,7 +120,7 @@ def serve(config: WorkerConfig, world: World, backend: Backend, stop: Stop, hear
     infos = world.gather(json.dumps(asdict(RankInfo(world.rank, os.getpid(), facts.host, address))).encode())
     _mark_operations(loaded.core, heartbeat)
     stop.core = loaded.core
-    loaded.core.loop_progress.within_step = lambda: loaded.model.progress
+    loaded.core.loop_progress.within_step = lambda: loaded.progress
     heartbeat.serve(loaded.core)
     ended, interval = threading.Event(), config.model.rebalance_experts_s
     if interval and world.rank == 0:
@@ -291,7 +291,7 @@ def _facts(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels: st
         numa_nodes=",".join(name.removeprefix("node") for name in host.memory_nodes(cpus)),
         threads=config.parallel.threads,
         load_s=loaded.load_s,
-        weight_bytes=loaded.model.weight_bytes,
+        weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         prompt_lengths=limits.row_inputs.prompt_lengths,
     )
@@ -328,7 +328,7 @@ def _log_ready(config: WorkerConfig, world: World, loaded: LoadedEngine, kernels
         kernels,
         config.parallel.threads,
         world.kind,
-        loaded.model.weight_bytes / 2**20,
+        loaded.weight_bytes / 2**20,
         loaded.load_s,
         f"{tokens:,}",
         f"{limits.max_model_len:,}",

@@ -19,6 +19,7 @@ from allspan.launch.hosts.messages import Facts
 from allspan.launch.hosts.start import laid_out
 from allspan.launch.models.checkpoint_files import check_files, check_stages, check_tokenizer
 from allspan.launch.models.conversion import with_its_ranks
+from allspan.launch.models.draft_model import with_its_path
 from allspan.launch.models.find_model import FoundModel, resolve_model
 from allspan.launch.placement.estimate import DecodeStep, advice, decode_step, formula
 from allspan.launch.placement.gpus import VISIBLE
@@ -55,7 +56,9 @@ def run(argv: Sequence[str]) -> int:
     check_stages(model.path, settings.placement.stages)
     with laid_out(settings.hosts, settings.placement, settings.weights.device) as (bound, fleet):
         placement, facts = bound.placement, fleet.facts if fleet else {}
-    check_files(model.path, settings.weights.load_format != "dummy")
+    has_weights = settings.weights.load_format != "dummy"
+    check_files(model.path, has_weights)
+    settings = replace(settings, scheduler=with_its_path(settings.scheduler, settings.hub, has_weights))
     check_tokenizer(model.path)
     plan = plan_memory(settings, placement, model, facts)
     plan |= {"model_name": model.name, "model_path": str(model.path), "threads": [p.threads for p in placement.ranks]}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 _ALWAYS = "is always on"
-_NO_DRAFTS = "draft models are not supported yet; --speculative-config drafts from text that is there"
+_DRAFT_MODEL = """--speculative-config '{"model": "NAME"}'"""
 _NO_HOSTS = "--hosts a:2,b:2 (or --hostfile, --hosts slurm, --hosts lws) names all hosts at one start"
 _ROPE = "--hf-overrides"
 _NO_IMAGES = "images, audio and video are not supported yet"
@@ -189,12 +189,12 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "--cuda-graph-max-bs": "--max-num-seqs",
         "--no-warmup": "`allspan warm` compiles CUDA kernels ahead; a start runs one step",
         "--skip-server-warmup": "`allspan warm` compiles CUDA kernels ahead; a start runs one step",
-        "--speculative-model": _NO_DRAFTS,
+        "--speculative-model": _DRAFT_MODEL,
         "--speculative-algorithm": "--speculative-config",
-        "--speculative-draft-model-path": _NO_DRAFTS,
+        "--speculative-draft-model-path": _DRAFT_MODEL,
         "--num-speculative-tokens": "--speculative-config",
-        "-md": _NO_DRAFTS,
-        "--model-draft": _NO_DRAFTS,
+        "-md": _DRAFT_MODEL,
+        "--model-draft": _DRAFT_MODEL,
         "--draft-max": "--speculative-config",
         # sampling
         "--seed": _PER_REQUEST,

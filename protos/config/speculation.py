@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -9,7 +11,10 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.model_files.json_values import parse_object, shown
 
-METHODS = ("suffix", "ngram")
+DRAFT_MODEL = "draft_model"
+METHODS = ("suffix", "ngram", DRAFT_MODEL)
+MODEL_TOKENS = 7
+"""Most drafts of a model in a step, unasked: each of them takes a step of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class Speculation:
 
     method: str = "suffix"
     """ "suffix": what followed the last tokens before, in the request or in earlier answers, and what a grammar forces;
-    "ngram": what followed them first in the request."""
+    "ngram": what followed them first in the request; "draft_model": what a smaller model says next."""
     num_speculative_tokens: int = 31
     """Most drafts of a request in a step."""
     prompt_lookup_min: int = 0
@@ -33,10 +38,17 @@ class Speculation:
     """suffix: most drafts for each token that occurred again."""
     suffix_decoding_min_token_prob: float = 0.0
     """suffix: the least chance that a draft is kept; 0 leaves it to the controller."""
+    model: str = ""
+    """draft_model: the name, folder or file of the model that drafts, which has the same tokens."""
+    quantization: str = "auto"
+    """draft_model: how its weights are held, one of those of --quantization."""
+    draft_tensor_parallel_size: int = 0
+    """draft_model: the ranks that share it, which are those of the model; 0 leaves it out."""
 
 
 LIMITS: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, 63),
+    "draft_tensor_parallel_size": (0, 1 << 20),
     "prompt_lookup_min": (0, 64),
     "prompt_lookup_max": (0, 64),
     "suffix_decoding_max_tree_depth": (2, 64),
@@ -59,8 +71,10 @@ def parse_speculation(text: str) -> Speculation | None:
         if key not in known:
             raise ConfigError(f"speculative_config has the key {key[:64]!r}, known are {', '.join(known)}")
         values[key] = _checked(key, value)
-    if values.get("method", METHODS[0]) not in METHODS:
-        raise ConfigError(f"speculative_config: method is {shown(values['method'])}, must be {' or '.join(METHODS)}")
+    method = values.setdefault("method", DRAFT_MODEL if values.get("model") else METHODS[0])
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: method is {shown(method)}, must be one of {', '.join(METHODS)}")
+    _check_model(method, values)
     least, most = (values.get(f"prompt_lookup_{end}") or 0 for end in ("min", "max"))
     least, most = least or most or 5, most or least or 5
     if least > most:
@@ -68,6 +82,14 @@ def parse_speculation(text: str) -> Speculation | None:
             f"speculative_config: prompt_lookup_min is {least}, must be at most prompt_lookup_max ({most})"
         )
     return Speculation(**values | {"prompt_lookup_min": least, "prompt_lookup_max": most})
+
+
+def with_draft_model(text: str, find: Callable[[str], str]) -> str:
+    """The same settings with the path of the model that drafts, which `find` finds by its name."""
+    asked = parse_speculation(text)
+    if asked is None or asked.method != DRAFT_MODEL:
+        return text
+    return json.dumps(json.loads(text) | {"model": find(asked.model)})
 
 
 def speculation_of(config: WorkerConfig) -> Speculation | None:
@@ -83,6 +105,24 @@ def speculation_of(config: WorkerConfig) -> Speculation | None:
             "steps to fill: use tensor parallelism"
         )
     return asked
+
+
+def _check_model(method: str, values: dict[str, Any]) -> None:
+    """Raises ConfigError for a model that drafts where the method has none, and the other way round."""
+    if method == DRAFT_MODEL:
+        if not values.get("model"):
+            raise ConfigError(
+                f"speculative_config: model is missing, which method {DRAFT_MODEL!r} drafts with; write it as "
+                '\'{"model": "NAME_OR_PATH", "num_speculative_tokens": 5}\''
+            )
+        values.setdefault("num_speculative_tokens", MODEL_TOKENS)
+        return
+    for key in ("model", "quantization", "draft_tensor_parallel_size"):
+        if key in values:
+            raise ConfigError(
+                f"speculative_config: {key} is given, but method {method!r} drafts without a model: leave it out, or "
+                f"take method {DRAFT_MODEL!r}"
+            )
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -50,7 +50,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.requests import OpenRequests
 from allspan.worker.engine.settings import EngineSettings, worker_config
 from allspan.worker.engine.setup import load_engine
-from allspan.worker.engine.weights import Weights
+from allspan.worker.engine.weights import AllWeights
 from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.local import LocalCollectives
@@ -217,7 +217,7 @@ class Engine(EmbeddingCalls):
             progress=self._core.progress,
             progress_age_s=self._core.progress_age_s,
             peak_rss_bytes=peak_rss_bytes(),
-            weight_bytes=self._loaded.model.weight_bytes if counters.weights_loaded else 0,
+            weight_bytes=self._loaded.weight_bytes if counters.weights_loaded else 0,
             kv_bytes=self._loaded.kv_bytes if counters.weights_loaded else 0,
             load_s=self._loaded.load_s,
             kernels=self._kernels,
@@ -387,7 +387,7 @@ def _run(core: EngineCore) -> None:
         logger.exception("the engine has failed")
 
 
-def _close(core: EngineCore, thread: threading.Thread, weights: Weights) -> None:
+def _close(core: EngineCore, thread: threading.Thread, weights: AllWeights) -> None:
     """Runs once: by close(), when the engine is collected, or when the program ends."""
     core.shutdown()
     thread.join(CLOSE_TIMEOUT_S)

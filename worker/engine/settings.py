@@ -22,6 +22,7 @@ from allspan.protos.config.settings import (
     SchedulerConfig,
     WorkerConfig,
 )
+from allspan.protos.config.speculation import with_draft_model
 
 
 class EngineSettings(EngineOptions, total=False):
@@ -74,6 +75,8 @@ def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfi
         groups[known[key]][key] = value
     name, path = find_model(model)
     groups["model"] |= {"path": str(path), "name": name}
+    if isinstance(text := groups["scheduler"].get("speculative_config"), str):
+        groups["scheduler"]["speculative_config"] = with_draft_model(text, lambda draft: str(find_model(draft)[1]))
     groups["parallel"].setdefault("threads", _processors())
     groups["service"]["run_dir"] = "(in process)"
     try:

@@ -28,9 +28,13 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
+from allspan.worker.engine.drafter import load_drafter
 from allspan.worker.engine.operations import OnOperation
-from allspan.worker.engine.weights import Weights
+from allspan.worker.engine.steps.draft_model import DraftModel
+from allspan.worker.engine.steps.step_times import step_times
+from allspan.worker.engine.weights import AllWeights, Weights
 from allspan.worker.load.attention_ranks import attention_place
+from allspan.worker.load.draft_model import PreparedDraft, prepare_draft
 from allspan.worker.load.expert_moves import ExpertMoves
 from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
@@ -39,9 +43,10 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
+from allspan.worker.scheduler.drafting.asking import DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
-from allspan.worker.step.backend import Backend, StepParts
+from allspan.worker.step.backend import Backend, DeviceSteps, StepParts
 from allspan.worker.step.buffer_sizes import batch_sizes, most_logits_rows
 
 OnProgress = Callable[[int, int], None]
@@ -53,11 +58,23 @@ class LoadedEngine:
 
     core: EngineCore
     model: Model
-    weights: Weights
+    weights: AllWeights
     eos_token_ids: tuple[int, ...]
     """The ids that end a request, of the model's config and its generation_config.json together."""
     kv_bytes: int
     load_s: float
+    draft_model: Model | None = None
+    """A smaller one that drafts for it."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of this rank's weights."""
+        return sum(model.weight_bytes for model in (self.model, self.draft_model) if model is not None)
+
+    @property
+    def progress(self) -> int:
+        """Counts up while a step runs; see `Interpreter.progress`."""
+        return sum(model.progress for model in (self.model, self.draft_model) if model is not None)
 
 
 def load_engine(
@@ -79,16 +96,20 @@ def load_engine(
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits, tensors = most_logits_rows(most.max_num_seqs), backend.capabilities.tensors
+    draft: PreparedDraft | None = None
 
     def check_room(prepared: Prepared) -> None:
+        nonlocal draft
         _check_placements(prepared.holding, world)
         adapter_bytes = check_adapters(prepared.holding, config.adapters, tensors)
-        _check_room(config, prepared, adapter_bytes, backend.room(config.parallel.cpus), ranks_on_node)
+        draft = prepare_draft(config, prepared.max_model_len, collectives.rank, collectives.size)
+        _check_room(config, prepared, draft, adapter_bytes, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     adapters = open_adapters(loaded, config.adapters, tensors, collectives, _packer_beside(ops, loaded.holding))
     head = _score_head(model, loaded, world.rank)
+    drafter = load_drafter(draft, config, ops, collectives, on_progress)
     await_others()
     lifetimes, own = [group.lifetime for group in loaded.cache_groups], attention_place(model, collectives)
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs, own)
@@ -96,40 +117,46 @@ def load_engine(
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)
     await_others()  # what a rank takes for that is not there for good
-    host = _host_pages(config, backend, loaded, world)
-    demand = CacheDemand(
-        groups=group_demands(loaded.cache_groups),
-        max_model_len=loaded.max_model_len,
-        max_num_seqs=most.max_num_seqs,
-        room=backend.room(config.parallel.cpus),
-        ranks=ranks_on_node,
-        step_bytes=step_bytes,
-        max_step_tokens=most.max_num_batched_tokens,
-    )
-    counts = agreed_pages(config, demand, world)
-    kv = [backend.page_store(group.spec, count) for group, count in zip(loaded.cache_groups, counts, strict=True)]
-    loaded.bind_cache(*kv)
-    eos, parts = ends_of(model, loaded.spec), StepParts(backend.step_inputs(sizes, loaded), sampling, adapters)
-    groups, tiers = _group_limits(loaded.cache_groups, counts, host), Tiers(kv, host) if host else None
+    cache_groups = (*loaded.cache_groups, *(drafter.model.cache_groups if drafter else ()))
+    host, room = _host_pages(config, backend, cache_groups, world), backend.room(config.parallel.cpus)
+    limits = loaded.max_model_len, most.max_num_seqs, room, ranks_on_node, step_bytes, most.max_num_batched_tokens
+    counts = agreed_pages(config, CacheDemand(group_demands(cache_groups), *limits), world)
+    kv = [backend.page_store(group.spec, count) for group, count in zip(cache_groups, counts, strict=True)]
+    loaded.bind_cache(*kv[: len(loaded.cache_groups)])
+    drafts = drafter.open(config, kv[len(loaded.cache_groups) :], backend, ops, collectives) if drafter else None
+    eos, parts = ends_of(model, loaded.spec), StepParts(backend.step_inputs(sizes, loaded), sampling, adapters, drafts)
+    groups, tiers = _group_limits(cache_groups, loaded, counts, host), Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
-    steps = backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat)
+    steps = _recorded(backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat))
+    _draft(core, config, loaded, drafts, collectives)
+    whole = Weights(loaded, model, cache, collectives, _page_tensors(kv, host), await_others, steps)
+    weights = AllWeights(whole, *([drafter.weights(config, collectives, await_others)] if drafter else ()))
+    _set_operations(core, model, loaded, weights, head, ops, collectives)
+    kv_bytes, load_s = sum(cache.num_bytes for cache in kv), time.monotonic() - started
+    return LoadedEngine(core, loaded, weights, eos, kv_bytes, load_s, drafter.model if drafter else None)
+
+
+def _recorded(steps: DeviceSteps | None) -> DeviceSteps | None:
     if steps is not None:
         steps.capture()
-    _draft(core, config, loaded, collectives)
-    weights = Weights(loaded, model, cache, collectives, _page_tensors(kv, host), await_others, steps)
-    _set_operations(core, model, loaded, weights, head, ops, collectives)
-    return LoadedEngine(core, loaded, weights, eos, sum(cache.num_bytes for cache in kv), time.monotonic() - started)
+    return steps
 
 
-def _draft(core: EngineCore, config: WorkerConfig, model: Model, collectives: Collectives) -> None:
+def _draft(
+    core: EngineCore, config: WorkerConfig, model: Model, drafter: DraftModel | None, collectives: Collectives
+) -> None:
     """Has the leader draft tokens where the configuration asks for it; all ranks time steps for that."""
     if (asked := speculation_of(config)) is None:
         return
     seconds = core.time_steps(model, collectives)
     model.forget_expert_loads()  # the tokens of these steps are nobody's
+    facts: DrafterFacts | None = None
+    if drafter is not None:
+        times = step_times(drafter.trial, drafter.model, collectives, core.limits)
+        facts = DrafterFacts(drafter.max_model_len, times)
     if core.is_leader:
-        core.draft_with(asked, seconds)
+        core.draft_with(asked, seconds, facts)
 
 
 def _page_tensors(caches: Sequence[KVCache], host: Sequence[HostPages]) -> list[Tensor]:
@@ -174,12 +201,16 @@ def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:
     return head
 
 
-def _check_room(config: WorkerConfig, prepared: Prepared, more_bytes: int, room: Room, ranks_on_node: int) -> None:
+def _check_room(
+    config: WorkerConfig, prepared: Prepared, draft: PreparedDraft | None, more_bytes: int, room: Room, ranks: int
+) -> None:
     """Raises ConfigError for weights, or a context, that do not fit. A context that cannot fit is refused before the
     tables of its positions are made."""
-    check_weights_fit(prepared.weight_bytes + more_bytes, room, ranks_on_node)
+    if draft is not None:
+        prepared, more_bytes = draft.beside(prepared), more_bytes + draft.prepared.weight_bytes
+    check_weights_fit(prepared.weight_bytes + more_bytes, room, ranks)
     groups, most = group_demands(prepared.cache_groups), config.scheduler.max_num_seqs
-    num_kv_pages(config.cache, CacheDemand(groups, prepared.max_model_len, most, room, ranks_on_node))
+    num_kv_pages(config.cache, CacheDemand(groups, prepared.max_model_len, most, room, ranks))
 
 
 def ends_of(model: ModelConfig, spec: ModelSpec) -> tuple[int, ...]:
@@ -197,7 +228,7 @@ def _set_operations(
     core: EngineCore,
     config: ModelConfig,
     model: Model,
-    weights: Weights,
+    weights: AllWeights,
     head: ScoreHead,
     ops: OpSet,
     collectives: Collectives,
@@ -210,7 +241,9 @@ def _set_operations(
     core.operations.rebalance = partial(moves.rebalance, core.operate)
 
 
-def _on_operation(core: EngineCore, model: Model, weights: Weights, head: ScoreHead, moves: ExpertMoves) -> OnOperation:
+def _on_operation(
+    core: EngineCore, model: Model, weights: AllWeights, head: ScoreHead, moves: ExpertMoves
+) -> OnOperation:
     """What a rank does at an operation of a plan."""
 
     def unload() -> None:
@@ -250,28 +283,32 @@ def _on_operation(core: EngineCore, model: Model, weights: Weights, head: ScoreH
 
 
 def _group_limits(
-    groups: Sequence[CacheGroup], counts: Sequence[int], host: Sequence[HostPages]
+    groups: Sequence[CacheGroup], model: Model, counts: Sequence[int], host: Sequence[HostPages]
 ) -> tuple[GroupLimits, ...]:
-    """What the scheduler knows of the cache groups; `counts`: pages of each."""
-    num_host_pages = host[0].num_pages if host else 0
+    """What the scheduler knows of the cache groups, of which those behind the model's are a drafter's; `counts`: pages
+    of each."""
+    num_host_pages, num_own = host[0].num_pages if host else 0, len(model.cache_groups)
     return tuple(
-        GroupLimits(count, group.lifetime, num_host_pages) for group, count in zip(groups, counts, strict=True)
+        GroupLimits(count, group.lifetime, num_host_pages, is_drafter=number >= num_own)
+        for number, (group, count) in enumerate(zip(groups, counts, strict=True))
     )
 
 
-def _host_pages(config: WorkerConfig, backend: Backend, model: Model, collectives: Collectives) -> list[HostPages]:
+def _host_pages(
+    config: WorkerConfig, backend: Backend, groups: Sequence[CacheGroup], collectives: Collectives
+) -> list[HostPages]:
     """The second tier of each cache group, of equally many pages, as many as every rank has bytes for; empty where none
     is asked for. Raises ConfigError for less than one page of each, and for more memory than there is."""
     budget = config.cache.host_kv_cache_bytes
     if not budget or not config.cache.enable_prefix_caching:
         return []
-    page_bytes = sum(group.spec.bytes_per_page for group in model.cache_groups)
+    page_bytes = sum(group.spec.bytes_per_page for group in groups)
     pages = min(count for (count,) in gather_counts([budget // page_bytes], collectives))
     if pages == 0:
         raise ConfigError(
             f"host_kv_cache_bytes is {budget}, must be at least a page's ({page_bytes} bytes on this rank), or 0"
         )
-    return [backend.host_pages(group.spec, pages, config.parallel.cpus) for group in model.cache_groups]
+    return [backend.host_pages(group.spec, pages, config.parallel.cpus) for group in groups]
 
 
 def gather_counts(values: Sequence[int], collectives: Collectives) -> list[list[int]]:

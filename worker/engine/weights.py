@@ -148,3 +148,33 @@ class Weights:
         for rank, message in enumerate(told):
             if message:
                 raise CheckpointError(message if len(told) == 1 else f"rank {rank}: {message}")
+
+
+class AllWeights:
+    """The weights of the models that a rank has loaded, the first one's with the KV pages of all: see `Weights`."""
+
+    def __init__(self, *each: Weights) -> None:
+        self._each = each
+
+    @property
+    def is_loaded(self) -> bool:
+        return all(each.is_loaded for each in self._each)
+
+    def unload(self) -> None:
+        """See `Weights.unload`."""
+        for each in self._each:
+            each.unload()
+
+    def discard(self) -> None:
+        """See `Weights.discard`."""
+        for each in self._each:
+            each.discard()
+
+    def reload(self, on_progress: Callable[[], None]) -> None:
+        """See `Weights.reload`. Where a later model's cannot be read, those before it have been."""
+        for each in self._each:
+            each.reload(on_progress)
+
+    def checkpoint(self) -> Checkpoint:
+        """What the first model's were read from. Raises CheckpointError."""
+        return self._each[0].checkpoint()

@@ -33,6 +33,7 @@ from allspan.worker.cache.budget import (
     pages_of,
 )
 from allspan.worker.load.attention_ranks import check_attention
+from allspan.worker.load.draft_model import PreparedDraft, prepare_draft
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import cache_groups, layer_pieces
@@ -115,9 +116,11 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     """
     prepared = _prepared(config, num_ranks)
     first = prepared[0]
-    page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in prepared]
-    widest, widest_groups = max(page_bytes), _widest(prepared)
-    heaviest = max(_weight_bytes(rank, config) for rank in prepared)
+    drafts = [prepare_draft(config, first.max_model_len, rank, num_ranks) for rank in range(num_ranks)]
+    held = [draft.beside(each) if draft else each for each, draft in zip(prepared, drafts, strict=True)]
+    page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in held]
+    widest, widest_groups = max(page_bytes), _widest(held)
+    heaviest = max(_weight_bytes(rank, draft, config) for rank, draft in zip(prepared, drafts, strict=True))
     config = settled(config)
     step = max(step_bytes(rank, config) for rank in prepared)
     left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
@@ -152,7 +155,9 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         host_pages=host_pages,
         available_bytes=available.available,
         refusal=refusal,
-        ranks=tuple(_rank_memory(rank, each, config, counts, host_pages) for rank, each in enumerate(prepared)),
+        ranks=tuple(
+            _rank_memory(rank, each, drafts[rank], config, counts, host_pages) for rank, each in enumerate(held)
+        ),
         stages=config.parallel.pipeline_parallel_size,
         parameters=numbers.total,
         active_parameters=numbers.active,
@@ -198,13 +203,18 @@ def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:
 
 
 def _rank_memory(
-    rank: int, prepared: Prepared, config: WorkerConfig, pages: Sequence[int], host_pages: int
+    rank: int,
+    prepared: Prepared,
+    draft: PreparedDraft | None,
+    config: WorkerConfig,
+    pages: Sequence[int],
+    host_pages: int,
 ) -> RankMemory:
-    """`pages` of each cache group."""
+    """`pages` of each cache group; `prepared` has those of `draft`, too."""
     page_bytes, read = [group.spec.bytes_per_page for group in prepared.cache_groups], token_bytes(prepared.holding)
     return RankMemory(
         rank=rank,
-        weight_bytes=_weight_bytes(prepared, config),
+        weight_bytes=_weight_bytes(prepared, draft, config),
         kv_bytes_per_page=sum(page_bytes),
         kv_bytes=sum(each * count for each, count in zip(page_bytes, pages, strict=True)),
         host_kv_bytes=sum(page_bytes) * host_pages,
@@ -215,10 +225,11 @@ def _rank_memory(
     )
 
 
-def _weight_bytes(prepared: Prepared, config: WorkerConfig) -> int:
-    """The bytes of a rank's weights, with the slots of its adapters."""
+def _weight_bytes(prepared: Prepared, draft: PreparedDraft | None, config: WorkerConfig) -> int:
+    """The bytes of a rank's weights, with the slots of its adapters and the weights of a model that drafts."""
     device = open_backend(config.model.device).capabilities.tensors
-    return prepared.weight_bytes + bytes_of_adapters(prepared.holding, config.adapters, device)
+    more = draft.prepared.weight_bytes if draft else 0
+    return prepared.weight_bytes + more + bytes_of_adapters(prepared.holding, config.adapters, device)
 
 
 def _layers(prepared: Prepared) -> tuple[int, int]:

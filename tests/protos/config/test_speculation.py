@@ -7,7 +7,7 @@ import pytest
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.config_json import check
 from allspan.protos.config.settings import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.config.speculation import parse_speculation
+from allspan.protos.config.speculation import Speculation, parse_speculation, with_draft_model
 
 
 def test_no_text_asks_for_none_and_an_empty_object_for_the_defaults() -> None:
@@ -31,8 +31,11 @@ def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple
     ("text", "why"),
     [
         ("[1]", "must be a JSON object; write it as"),
-        ('{"method": "eagle3"}', "method is 'eagle3', must be suffix or ngram"),
-        ('{"model": "x"}', "has the key 'model', known are method, num_speculative_tokens"),
+        ('{"method": "eagle3"}', "method is 'eagle3', must be one of suffix, ngram, draft_model"),
+        ('{"drafter": "x"}', "has the key 'drafter', known are method, num_speculative_tokens"),
+        ('{"method": "draft_model"}', "model is missing, which method 'draft_model' drafts with; write it as"),
+        ('{"method": "ngram", "model": "x"}', "model is given, but method 'ngram' drafts without a model"),
+        ('{"quantization": "a8w8"}', "quantization is given, but method 'suffix' drafts without a model"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0, must be from 1 to 63"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is 'True', must be of type int"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, must be at most"),
@@ -43,6 +46,22 @@ def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple
 def test_what_cannot_be_is_refused_by_name(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_speculation(text)
+
+
+@pytest.mark.parametrize("method", ["", '"method": "draft_model", '])
+def test_a_model_is_asked_for_by_its_name_alone(method: str) -> None:
+    asked = parse_speculation("{" + method + '"model": "small", "quantization": "a8w8"}')
+    assert asked is not None
+    assert (asked.method, asked.model, asked.quantization) == ("draft_model", "small", "a8w8")
+    assert asked.num_speculative_tokens < 31
+
+
+def test_the_model_that_drafts_is_found_once() -> None:
+    asks = '{"model": "small", "num_speculative_tokens": 3}'
+    found = with_draft_model(asks, lambda name: f"/models/{name}")
+    assert parse_speculation(found) == Speculation("draft_model", 3, 5, 5, model="/models/small")
+    for other in ("", "{}", '{"method": "ngram"}'):
+        assert with_draft_model(other, lambda name: name + "!") == other
 
 
 @pytest.mark.parametrize(

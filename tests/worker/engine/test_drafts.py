@@ -3,7 +3,6 @@ bits, on one to three ranks, in chunks, preempted, resumed, and in pages that ot
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,46 +11,21 @@ from typing import Any
 import pytest
 
 from allspan.kernels.table import op_set
-from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.protos.config.speculation import Speculation
-from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import load_engine
 from allspan.worker.engine.steps.step_times import step_times
 from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import table
 from allspan.worker.scheduler.request import Request
-from support.byte_tokenizer import byte_tokenizer
-from support.cores import Collected, request, step_until_idle
+from support.cores import request
+from support.drafted import PAGE, VOCAB, asked, play, told
 from support.drafters import Guesses
-from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
 
 pytest.importorskip("allspan.kernels.cpu._native", reason="the compiled kernels promise it; they are not built")
-
-VOCAB, EOS, PAGE = 260, 257, 16
-SCHEMA = Grammar("json_schema", '{"properties": {"name": {"type": "integer"}}, "required": ["name"]}')
-ASKED: list[dict[str, object]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.9, "top_k": 30, "top_p": 0.8},
-    {"temperature": 1.1, "min_p": 0.02},
-    {"temperature": 1.0, "typical_p": 0.7},
-    {"temperature": 0.9, "repetition_penalty": 1.2},
-    {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-    {"temperature": 0.7, "no_repeat_ngram_size": 2},
-    {"temperature": 0.0, "bad_words_ids": ((7,), (8, 9)), "logit_bias": {3: 2.0}},
-    {"temperature": 1.0, "stop_token_ids": tuple(range(0, 256, 9)), "min_tokens": 6},
-    {"temperature": 1.0, "stop_words_ids": tuple((token,) for token in range(0, 256, 11))},
-    {"temperature": 0.8, "allowed_token_ids": tuple(range(40, 60)), "prompt_logprobs": 2},
-    {"temperature": 1.0, "grammar": SCHEMA},
-    {"temperature": 1.0, "grammar": Grammar("regex", "[a-f]{3}(one|two) and [0-9]{2,30}")},
-    {"temperature": 0.0, "grammar": Grammar("choice", '["a first answer", "a second answer"]')},
-    {"temperature": 0.0, "max_tokens": 2},
-]
 
 
 class Adversary(Guesses):
@@ -82,76 +56,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny(folder, "llama", eos_token_id=None, bos_token_id=None, head_dim=16, hidden_size=72, vocab_size=VOCAB)
     return folder
-
-
-def asked() -> list[Request]:
-    rng = random.Random(5)
-    family = [rng.randrange(256) for _ in range(40)]
-    requests = []
-    for number, params in enumerate(ASKED):
-        prompt = family[: rng.randint(20, 40)] + [number] * rng.randint(1, 5)
-        requests.append(request(number, prompt, **{"max_tokens": 24, "logprobs": 20, **params}))
-    return requests
-
-
-def play(
-    folder: Path,
-    asks: Speculation | None = None,
-    requests: Sequence[Request] = (),
-    size: int = 1,
-    num_pages: int = 400,
-    budget: int = 64,
-    later: Sequence[Request] = (),
-    **settings: object,
-) -> tuple[dict[bytes, Output], SchedulerCounters]:
-    """What each request gets on `size` ranks, those of `later` when the others are over; and what the leader has
-    counted."""
-    asked_for = str(settings.pop("speculative_config", ""))
-    config = WorkerConfig(
-        ModelConfig(str(folder), "tiny", max_model_len=128, **settings),  # type: ignore[arg-type]
-        ServiceConfig("-"),
-        CacheConfig(page_size=PAGE, kv_cache_bytes=2**30),
-        SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=budget, speculative_config=asked_for),
-    )
-    world, collected, cores = ThreadWorld(size), Collected(), dict[int, EngineCore]()
-
-    def on_rank(rank: int) -> None:
-        collectives = world.collectives[rank] if size > 1 else LocalCollectives()
-        core = load_engine(config, op_set("cpu", 1), collectives, world.channels[rank] if size > 1 else None).core
-        core.grammars.load_tokenizer = byte_tokenizer
-        cores[rank] = core
-        if rank == 0 and asks is not None:
-            core.draft_with(asks)
-        for each in copy.deepcopy([*(requests or asked()), *(later if rank else ())]):
-            core.submit(each)
-        world.barrier.wait(60)
-        if rank == 0:
-            core.on_outputs = collected
-            step_until_idle(core)
-            for each in copy.deepcopy(later):
-                core.submit(each)
-            step_until_idle(core)
-            core.shutdown()
-        core.run()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "allspan.worker.engine.setup.num_kv_pages", lambda cache, demand: (num_pages,) * len(demand.groups)
-        )
-        patch.setattr("allspan.worker.engine.setup.ends_of", lambda model, spec: (EOS,))
-        world.run(on_rank)
-    assert not collected.errors
-    if drafting := cores[0]._planner.scheduler.drafting:
-        assert (drafting._proposed, drafting._acceptance._requests) == ({}, {})
-    return collected.outputs, cores[0]._planner.scheduler.counters
-
-
-def told(outputs: dict[bytes, Output]) -> dict[bytes, tuple[object, ...]]:
-    """All but how long it took."""
-    return {
-        key: (each.token_ids, each.logprobs, each.finish_reason, each.stop_token_id, each.prompt_logprobs)
-        for key, each in outputs.items()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,19 @@ def test_the_host_tier_has_as_many_pages_as_every_rank_has_bytes_for(tmp_path: P
     assert "host_kv_cache_bytes is 1, must be at least a page" in small.refusal
 
 
+def test_a_model_that_drafts_takes_its_weights_and_its_pages(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    save_tiny(tmp_path / "draft", "qwen3", vocab_size=131)
+    alone = [plan_memory(config_for(tmp_path / name), 2, Room(ROOM), 2) for name in ("model", "draft")]
+    asks = SchedulerConfig(max_num_seqs=3, speculative_config=json.dumps({"model": str(tmp_path / "draft")}))
+    both = plan_memory(replace(config_for(tmp_path / "model"), scheduler=asks), 2, Room(ROOM), 2)
+    for rank, planned in enumerate(both.ranks):
+        parts = [each.ranks[rank] for each in alone]
+        assert planned.weight_bytes == sum(each.weight_bytes for each in parts)
+        assert planned.kv_bytes_per_page == sum(each.kv_bytes_per_page for each in parts)
+    assert both.model == alone[0].model
+
+
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path, "llama")
     path = tmp_path / "worker.json"
