@@ -37,7 +37,7 @@ class LoadedDrafter:
         inputs = backend.step_inputs(batch_sizes(config, model.max_model_len, lifetimes), model)
         width = model.vocab_widths[collectives.rank % len(model.vocab_widths)]
         sampling = backend.sampling(most.max_num_seqs, width, ops)
-        return DraftModel(model, inputs, lifetimes, config.cache.page_size, collectives, sampling)
+        return DraftModel(model, inputs, lifetimes, config.cache.page_size, most.max_num_seqs, collectives, sampling)
 
     def weights(self, config: WorkerConfig, collectives: Collectives, await_others: Callable[[], None]) -> Weights:
         """Its weights as memory that can be given back; its pages are the engine's."""

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.protos.api.wording import counted
+from allspan.protos.config.converted_manifest import is_converted
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.config.speculation import DRAFT_MODEL, Speculation, speculation_of
 from allspan.protos.text.vocabularies import first_difference
 from allspan.worker.load.loader import Prepared, prepare
+from allspan.worker.quant.instant import SCHEMES
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +56,14 @@ def prepare_draft(config: WorkerConfig, max_model_len: int, rank: int, size: int
 
 def _config_of(asked: Speculation, model: ModelConfig) -> ModelConfig:
     """The settings of the model that drafts: those of the other one that are not about its files and its experts."""
+    takes_8_bits = asked.quantization in SCHEMES and not is_converted(Path(asked.model))
     return ModelConfig(
         path=asked.model,
         name=f"{model.name} (drafts)",
         dtype=model.dtype,
         quantization=asked.quantization,
-        quantization_group=model.quantization_group,
-        quantize_lm_head=model.quantize_lm_head,
+        quantization_group=model.quantization_group if asked.quantization == model.quantization else 0,
+        quantize_lm_head=model.quantize_lm_head or takes_8_bits,  # half of a small model in 4 bits; no answer changes
         load_format=model.load_format,
         device=model.device,
         verify=model.verify,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.cache.spec import PageLifetime
 
 if TYPE_CHECKING:  # the scheduler, which plans these runs, names no tensor
@@ -45,6 +46,8 @@ class DraftRows(Protocol):
     """[rows, max_model_len]: the tokens of each."""
     num_tokens: NDArray[np.int64]
     """[rows]."""
+    params: list[SamplingParams | None]
+    """What the request of each asks for; None: no request has the row."""
     tables: list[NDArray[np.int32]]
     """For each cache group, those of the drafter last, [rows, pages]: the pages of each row by their places."""
     num_pages: NDArray[np.int64]

@@ -79,8 +79,10 @@ def test_tokens_and_logprobs_are_the_same_bits(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_model_accepts_its_own_likeliest_tokens(folders: dict[str, Path], size: int) -> None:
-    requests = [request(number, range(number, 30), max_tokens=30) for number in range(3)]
+def test_a_model_accepts_its_own_drafts(folders: dict[str, Path], size: int) -> None:
+    """Sampled ones, too: the same number draws the same token."""
+    draws: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}]
+    requests = [request(number, range(number, 30), max_tokens=30, **draw) for number, draw in enumerate(draws)]
     outputs, counters = drafted(folders, "itself", *requests, size=size)
     assert told(outputs) == told(play(folders["itself"], requests=requests, size=size)[0])
     assert counters.accepted_tokens == counters.draft_tokens > 60

@@ -66,7 +66,7 @@ def play(
         parts, groups = host_parts(settings, 64), [GroupLimits(num_pages)]
         if most:
             buffers = host_parts(settings, 64).inputs
-            parts = replace(parts, drafter=DraftModel(draft, buffers, (ALL_TOKENS,), PAGE_SIZE, collectives))
+            parts = replace(parts, drafter=DraftModel(draft, buffers, (ALL_TOKENS,), PAGE_SIZE, 4, collectives))
             groups.append(GroupLimits(num_pages, is_drafter=True))
         channel = world.channels[rank] if size > 1 else None
         core = EngineCore(settings, model, tuple(groups), collectives, parts, channel)

@@ -96,7 +96,7 @@ class Batch:
         self._copy(plan)
         if not plan.runs:
             nothing = np.zeros(0, dtype=np.int64)
-            return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.num_leaves)
+            return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.leaves.count)
         return self._begin(plan, newest)
 
     def trial(self, count: int) -> StepInputs:
@@ -137,8 +137,8 @@ class Batch:
             failed = {int(rows[i]): (int(tokens[i]),) for i in np.flatnonzero((targets >= 0) & (tokens < 0))}
             is_sampled = targets < 0
             rows, positions, tokens = rows[is_sampled], positions[is_sampled], tokens[is_sampled]
-        if step.num_leaves != self._rows.num_leaves:
-            stayed = self._rows.stayed(rows, step.num_leaves)
+        if step.num_leaves != self._rows.leaves.count:
+            stayed = self._rows.leaves.stayed(rows, step.num_leaves)
             rows, positions, tokens = rows[stayed], positions[stayed], tokens[stayed]
             logprobs = {row: logprobs[row] for row in rows.tolist() if row in logprobs}
         made: dict[int, tuple[int, ...]] = {
@@ -166,7 +166,7 @@ class Batch:
             self._sampler.begin_drafts(row, state.draft(row, drafts))
         if newest is not None:
             sampling = newest.logits.rows
-            stayed = state.stayed(sampling, newest.num_leaves)
+            stayed = state.leaves.stayed(sampling, newest.num_leaves)
             unknown = {row: i for i, row in enumerate(sampling.tolist()) if stayed[i]}
         runs = sorted(plan.runs, key=lambda run: (run.num_tokens > 1, run.row not in unknown))
         rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
@@ -185,7 +185,7 @@ class Batch:
         inputs = self.buffers.fill(given, common, len(rows))
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
-        step = BatchStep(plan.step, inputs, logits, state.num_leaves, num_unknown)
+        step = BatchStep(plan.step, inputs, logits, state.leaves.count, num_unknown)
         step.drafted, step.pooled = tuple(row for row, _ in plan.drafts), pooled
         if state.hidden:
             ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
@@ -257,7 +257,7 @@ class Batch:
                 f"{len(tokens) - prompt_len}"
             )
         state.enter(row, join.request_id, tokens, join.num_computed)
-        state.adapters[row] = join.adapter
+        state.adapters[row], state.params[row] = join.adapter, request.params
         self._owners.enter(row, join.owner)
         if request.embeddings is not None:
             state.embeddings[row] = request.embeddings

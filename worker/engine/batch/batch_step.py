@@ -42,7 +42,7 @@ class BatchStep:
     """None: the plan runs no tokens."""
     logits: LogitsRows
     num_leaves: int
-    """The count of `RowStates.num_leaves` when the step began."""
+    """The count of `Leaves.count` when the step began."""
     num_unknown: int = 0
     """The number of token ids, from the first on, that are not known on the host yet: in their place is where the
     newest step in flight samples them."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.plan import Grant
@@ -15,6 +16,24 @@ from allspan.worker.step.row_inputs import POSITION_AXES, PromptEmbeddings, Prom
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+
+
+class Leaves:
+    """Counts the requests that have left a row."""
+
+    def __init__(self, rows: int) -> None:
+        self.count = 0
+        self._left_at: Longs = np.zeros(rows, dtype=np.int64)
+
+    def add(self, row: int) -> None:
+        """The request of the row has left it."""
+        self.count += 1
+        self._left_at[row] = self.count
+
+    def stayed(self, rows: Longs, since: int) -> NDArray[np.bool_]:
+        """Which of `rows` belong to the request that had them when `count` was `since`."""
+        kept: NDArray[np.bool_] = self._left_at[rows] <= since
+        return kept
 
 
 class RowStates:
@@ -46,9 +65,8 @@ class RowStates:
         self.prompt_ends: Longs = np.zeros(rows, dtype=np.int64)
         """The prompt's last index for rows that want its log-probabilities, else 0."""
         self.request_ids: list[bytes | None] = [None] * rows
-        self.num_leaves = 0
-        """Requests that have left a row so far."""
-        self._left_at: Longs = np.zeros(rows, dtype=np.int64)
+        self.params: list[SamplingParams | None] = [None] * rows
+        self.leaves = Leaves(rows)
 
     def enter(self, row: int, request_id: bytes, tokens: Ints, num_computed: int) -> None:
         """A request gets the row, with no pages yet."""
@@ -76,13 +94,12 @@ class RowStates:
         return kept
 
     def leave(self, row: int) -> None:
-        self.request_ids[row] = None
+        self.request_ids[row] = self.params[row] = None
         self.adapters[row] = -1
         self.embeddings.pop(row, None)
         self.positions.pop(row, None)
         self.hidden.discard(row)
-        self.num_leaves += 1
-        self._left_at[row] = self.num_leaves
+        self.leaves.add(row)
 
     def axes(self, rows: Longs, indices: Longs) -> Longs:
         """[axes, n]: the positions of the tokens with these indices in the requests of `rows`."""
@@ -96,11 +113,6 @@ class RowStates:
         """Whether the next token of one of `rows` is a prompt's that has positions of its own."""
         lengths = ((row, positions.rows.shape[1]) for row, positions in self.positions.items() if row in rows)
         return any(self.num_computed[row] < prompt_len for row, prompt_len in lengths)
-
-    def stayed(self, rows: Longs, since: int) -> NDArray[np.bool_]:
-        """Which of `rows` belong to the request that had them when `num_leaves` was `since`."""
-        kept: NDArray[np.bool_] = self._left_at[rows] <= since
-        return kept
 
     def grant(self, grant: Grant) -> None:
         last = grant.first + len(grant.pages)

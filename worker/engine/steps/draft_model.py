@@ -8,21 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.errors import InternalError
+from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.engine.batch.paging import paged_values
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.parallel.local import LocalCollectives
-from allspan.worker.sampling.best_tokens import BestTokens
 from allspan.worker.sampling.device import Sampling
+from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import StepModel
 from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun
 
 Longs = NDArray[np.int64]
 
+_DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+"""The sampling parameters that a draw depends on, whatever came before."""
+
 
 class DraftModel:
-    """Proposes its most likely tokens, one behind the other; see `allspan.worker.step.rank_drafter.RankDrafter`.
+    """Proposes what it would say itself; see `allspan.worker.step.rank_drafter.RankDrafter`. It draws by the request's
+    own temperature, filters, seed and position: where it is as sure as the other model, the same number draws the same
+    token.
 
     What it writes for tokens that it proposes lies behind the row's own and is never read again: when the row has gone
     on, its tokens are taken in anew, whether they were proposed or not.
@@ -34,18 +39,21 @@ class DraftModel:
         buffers: InputBuffers,
         lifetimes: tuple[PageLifetime, ...],
         page_size: int,
+        max_rows: int,
         collectives: Collectives,
         sampling: Sampling | None = None,
     ) -> None:
-        """`buffers` of its steps' inputs; `lifetimes` of its cache groups. `sampling` None: the host's kernel."""
+        """`buffers` of its steps' inputs, for `max_rows` requests; `lifetimes` of its cache groups. `sampling` None:
+        the host's kernel."""
         self.model = model
         self.lifetimes = lifetimes
         self.max_model_len = model.max_model_len
         self._buffers = buffers
         self._page_size = page_size
-        self._vocab_size, widths = sum(model.vocab_widths), model.vocab_widths
-        ranks = collectives if len(widths) > 1 else LocalCollectives()
-        self._best = BestTokens(0, widths, ranks, sampling or Sampling())
+        self._vocab_size = sum(model.vocab_widths)
+        self._sampler = Sampler(max_rows, model.vocab_widths, collectives, sampling=sampling)
+        self._asked: dict[int, SamplingParams] = {}
+        """What the rows ask for that the sampler knows."""
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
         taken = {run: self._count(run, rows) for run in runs}
@@ -53,6 +61,7 @@ class DraftModel:
         found = {run.row: Drafted(run.first + taken[run]) for run in runs}
         if not ordered:
             return found
+        self._follow(rows)
         numbers = np.asarray([run.row for run in ordered])
         counts = np.asarray([taken[run] for run in ordered])
         starts = np.asarray([run.first for run in ordered])
@@ -80,6 +89,19 @@ class DraftModel:
         values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
         return self._buffers.fill(values)
 
+    def _follow(self, rows: DraftRows) -> None:
+        """Tells the sampler what the rows ask for. Penalties, bans and grammars are left out: they are for drafts that
+        are verified."""
+        for row, params in enumerate(rows.params):
+            if (known := self._asked.get(row)) is params:
+                continue
+            if known is not None:
+                del self._asked[row]
+                self._sampler.remove(row)
+            if params is not None:
+                self._asked[row] = params
+                self._sampler.add(row, _bare(params), 0, rows.tokens[row])
+
     def _count(self, run: DraftRun, rows: DraftRows) -> int:
         """How many of the row's tokens a run takes in: none behind an id that the model does not have."""
         count = min(run.most, int(rows.num_tokens[run.row]) - run.first)
@@ -90,12 +112,20 @@ class DraftModel:
     def _forward(
         self, rows: DraftRows, numbers: Longs, counts: Longs, starts: Longs, ids: NDArray[np.int32], wanted: Longs
     ) -> NDArray[np.int32]:
-        """Runs `counts` more tokens of the rows `numbers`, `ids`, behind `starts`. Returns the most likely token behind
-        each that is `wanted`, -1 where the logits are not finite."""
+        """Runs `counts` more tokens of the rows `numbers`, `ids`, behind `starts`. Returns the token that is drawn
+        behind those that are `wanted`, which are the last of their rows; negative where none can be."""
         groups = len(self.lifetimes)
         if (rows.num_pages[-groups:, numbers] * self._page_size < starts + counts).any():
             raise InternalError("a row is drafted for past its pages of the drafter")
         tables = rows.tables[-groups:]
         values = paged_values(tables, self.lifetimes, self._page_size, numbers, counts, starts)
         logits = self.model.forward(self._buffers.fill(values | {"ids": ids, "logits_rows": wanted}))
-        return self._best.of(logits) if len(wanted) else np.zeros(0, dtype=np.int32)
+        if not len(wanted):
+            return np.zeros(0, dtype=np.int32)
+        at = np.searchsorted(np.cumsum(counts), wanted, side="right")
+        return self._sampler.sample(logits, numbers[at], (starts + counts)[at]).tokens
+
+
+def _bare(params: SamplingParams) -> SamplingParams:
+    """What a token is drawn by, but for what depends on the tokens before it."""
+    return SamplingParams(**{name: getattr(params, name) for name in _DRAWN})
