@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from allspan.protos.api.errors import AdapterNotFound, ConfigError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.models.holding import Holding
+from allspan.worker.scheduler.drafting.asking import DrafterFacts
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 
@@ -106,14 +108,21 @@ def test_steps_with_adapters_and_without_are_timed_together(adapted: Adapted) ->
     assert all(op.count and op.min_ms > 0 for op in found)
 
 
-def test_drafts_change_no_bit_under_any_adapter(adapted: Adapted) -> None:
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_drafts_change_no_bit_under_any_adapter(adapted: Adapted, method: str) -> None:
+    """A model that drafts has no adapter itself."""
     wanted = [(name, ids) for ids in SHORT for name in NAMES]
-    with adapted.engine(speculative_config='{"num_speculative_tokens": 7}') as engine:
+    asks = {"method": method, "num_speculative_tokens": 7}
+    if method == "draft_model":
+        asks["model"] = str(adapted.folder / "base")
+    with adapted.engine(speculative_config=json.dumps(asks)) as engine:
         plain = [
             engine.generate([ids], GREEDY, RequestOptions(adapter=name, speculation=False))[0] for name, ids in wanted
         ]
         assert not engine.statistics().drafts
-        engine._core.draft_with(Speculation())  # whether it pays or not
+        drafter = engine._loaded.draft_model
+        facts = DrafterFacts(drafter.max_model_len) if drafter else None
+        engine._core.draft_with(Speculation(method, 7), drafter=facts)  # whether it pays or not
         for _ in range(2):  # at the second time, earlier answers of the adapter are there
             started = [engine.start_request(ids, GREEDY, options=RequestOptions(adapter=name)) for name, ids in wanted]
             for (handle, queue), expected in zip(started, plain, strict=True):
@@ -122,4 +131,4 @@ def test_drafts_change_no_bit_under_any_adapter(adapted: Adapted) -> None:
                 assert [entry for output in outputs for entry in output.logprobs] == list(expected.logprobs)
                 engine.release_request(handle)
         told = engine.statistics()
-    assert told.accepted_tokens > 0.5 * len(wanted) * COUNT
+    assert told.accepted_tokens > (0.5 if method == "suffix" else 0.1) * len(wanted) * COUNT
