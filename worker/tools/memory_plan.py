@@ -162,11 +162,13 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
         parameters=numbers.total,
         active_parameters=numbers.active,
         attention_ranks=apart,
-        token_kv=_token_kv(config.model, prepared, page_size),
+        token_kv=_token_kv(config.model, prepared, drafts, page_size),
     )
 
 
-def _token_kv(config: ModelConfig, prepared: Sequence[Prepared], page_size: int) -> TokenKv:
+def _token_kv(
+    config: ModelConfig, prepared: Sequence[Prepared], drafts: Sequence[PreparedDraft | None], page_size: int
+) -> TokenKv:
     """See `TokenKv`."""
     shards, spec = [each.holding.shard for each in prepared], prepared[0].source.spec
     dtype = prepared[0].cache_groups[0].spec.dtype
@@ -177,7 +179,10 @@ def _token_kv(config: ModelConfig, prepared: Sequence[Prepared], page_size: int)
     shared = sum(token_bytes(make_shard(each.rank, each.size, each.stage)) for each in shards)
     whole = token_bytes(make_shard(0, 1))
     is_apart, may_be = shards[0].attends_apart, _may_attend_apart(config, prepared[0])
-    return TokenKv(max(map(token_bytes, shards)), whole if is_apart else shared, shared - whole if may_be else 0)
+    groups = [draft.prepared.cache_groups if draft else () for draft in drafts]
+    drafting = [sum(group.spec.bytes_per_page for group in each) // page_size for each in groups]
+    most = max(own + more for own, more in zip(map(token_bytes, shards), drafting, strict=True))
+    return TokenKv(most, (whole if is_apart else shared) + sum(drafting), shared - whole if may_be else 0)
 
 
 def _may_attend_apart(config: ModelConfig, prepared: Prepared) -> bool:

@@ -179,6 +179,7 @@ def test_a_model_that_drafts_takes_its_weights_and_its_pages(tmp_path: Path) -> 
         parts = [each.ranks[rank] for each in alone]
         assert planned.weight_bytes == sum(each.weight_bytes for each in parts)
         assert planned.kv_bytes_per_page == sum(each.kv_bytes_per_page for each in parts)
+    assert both.token_kv.every_rank == sum(each.token_kv.every_rank for each in alone)
     assert both.model == alone[0].model
 
 
