@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from allspan.worker.scheduler.drafting.asking import EXPECTED_LEFT, TRIAL_DRAFTS, Asking, DrafterFacts
+from allspan.worker.scheduler.drafting.asking import EXPECTED_LEFT, FIRST_TRIALS, TRIAL_DRAFTS, Asking, DrafterFacts
 from allspan.worker.scheduler.drafting.costs import StepCosts
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.limits import GroupLimits, Limits
@@ -30,6 +30,7 @@ class Leader:
         self.drafts = RankDrafts()
         facts = DrafterFacts(limits.get("max_model_len", 4096), {at: s * (share or 0) for at, s in STEADY.items()})
         self.asking = Asking(self.drafts, 8, 1024, facts, StepCosts(STEADY, 1024) if share else None)
+        self.asking._num_trials = limits.get("trials", FIRST_TRIALS)
         self.one = request(1, range(prompt), max_tokens=max_tokens)
         self.one.row, self.one.max_tokens = 0, max_tokens
         (hit,) = self.memory.match(self.one) or ()
@@ -126,6 +127,22 @@ def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_tim
     trials = [run for run in asked if run]
     assert 2 <= len(trials) <= 0.01 * 600 / 0.3
     assert {run.num_drafts for run in trials} == {TRIAL_DRAFTS}
+
+
+def test_a_drafter_whose_timing_was_misled_is_found_out() -> None:
+    leader = Leader(5.0, trials=0)
+    counts = []
+    for _ in range(8):
+        run = leader.ask(0.9)
+        counts.append(run.num_drafts if run else 0)
+        if run:
+            made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
+            seconds = 0.05 * (1 + run.num_drafts)
+            plan = StepPlan(1, 1, 0, draft_runs=(run,))
+            leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=seconds))
+            leader.go_on(made.num_tokens)
+    assert counts[0] == TRIAL_DRAFTS
+    assert min(counts[1:]) > TRIAL_DRAFTS
 
 
 def test_its_time_is_learnt() -> None:

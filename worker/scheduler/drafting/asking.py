@@ -23,9 +23,9 @@ LEAST_CHANCE = 0.3
 """Requests whose first draft is less likely to be kept are not drafted for, but in a trial."""
 EXPECTED_LEFT = 256
 """Tokens that are still expected of a request at most: over these it takes in what it lacks."""
-TRIAL_SHARE, TRIAL_DRAFTS = 0.01, 3
-"""A drafter that does not pay is tried again with so many drafts once that takes no more than this share of the time
-without."""
+FIRST_TRIALS, TRIAL_SHARE, TRIAL_DRAFTS = 3, 0.01, 3
+"""A drafter that does not seem to pay is tried at first so often: what else the machine did may have misled its timing.
+Later it is tried once that takes no more than this share of the time without; each time for so many drafts."""
 _FAST, _FARTHEST = 0.2, 0.7
 
 Chances = Callable[[Request, int], Sequence[float]]
@@ -81,6 +81,7 @@ class Asking:
         """A logarithm: what the drafter needs beside what was measured; None: it has not run yet."""
         self._unasked_s = 0.0
         """Seconds of steps since the last one behind which something was drafted."""
+        self._num_trials = 0
 
     def fill(
         self,
@@ -145,7 +146,8 @@ class Asking:
             return likely, count
         self._unasked_s += plain_s
         nearest = min(wishes, key=lambda wish: wish.behind, default=None)
-        if nearest and self._seconds(nearest.behind, [TRIAL_DRAFTS]) <= TRIAL_SHARE * self._unasked_s:
+        if nearest and (self._num_trials < FIRST_TRIALS or self._trial_s(nearest) <= TRIAL_SHARE * self._unasked_s):
+            self._num_trials += 1
             self._unasked_s = 0.0
             return [nearest], TRIAL_DRAFTS
         return [], 0
@@ -175,6 +177,9 @@ class Asking:
             if expected / seconds > best:
                 best, count = expected / seconds, depth + 1
         return count
+
+    def _trial_s(self, wish: _Wish) -> float:
+        return self._seconds(wish.behind, [TRIAL_DRAFTS])
 
     def _seconds(self, taken: int, depths: Sequence[int]) -> float:
         """What it takes to take in so many tokens and to draft so many for each request."""
