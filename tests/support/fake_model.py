@@ -32,7 +32,7 @@ class FakeModel:
         self.vocab_widths = widths
         self.max_model_len = max_model_len
         self.num_forwards = 0
-        self.most_tokens = 0
+        self.most_tokens = self.num_tokens = 0
         self._rank = rank
         self._states: list[np.ndarray] = []
         self._cache = np.full((num_pages * page_size, 2), -1, dtype=np.int64)
@@ -47,6 +47,7 @@ class FakeModel:
     def forward(self, inputs: StepInputs) -> Tensor:
         self.num_forwards += 1
         self.most_tokens = max(self.most_tokens, len(inputs.ids))
+        self.num_tokens += len(inputs.ids)
         ids, positions, slots = (t.numpy().astype(np.int64) for t in (inputs.ids, inputs.positions, inputs.slots))
         self._cache[slots] = np.stack([ids, positions], axis=1)
         rows = [self._logits(inputs, int(row)) for row in inputs.logits_rows]

@@ -111,9 +111,9 @@ class OwnedPages:
         """See `PageManager.commit_computed`."""
         self.managers[request.owner].commit_computed(request)
 
-    def commit_drafted(self, request: Request) -> None:
+    def commit_drafted(self, request: Request, num_drafts: int) -> None:
         """See `PageManager.commit_drafted`."""
-        self.managers[request.owner].commit_drafted(request)
+        self.managers[request.owner].commit_drafted(request, num_drafts)
 
     def release(self, request: Request) -> None:
         """See `PageManager.release`."""

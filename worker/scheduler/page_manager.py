@@ -195,9 +195,9 @@ class PageManager:
         return grants
 
     def retract(self, request: Request) -> None:
-        """Gives back pages that were taken for drafts that were not kept."""
-        for group, held in zip(self.groups, request.held, strict=True):
-            group.release_beyond(held, request.num_tokens)
+        """Gives back the model's pages that were taken for drafts that were not kept."""
+        for group in self._model:
+            group.release_beyond(request.held[group.index], request.num_tokens)
 
     @property
     def can_retract(self) -> bool:
@@ -221,13 +221,15 @@ class PageManager:
         for group in self._windows:
             group.release_behind(request.held[group.index], request.num_computed)
 
-    def commit_drafted(self, request: Request) -> None:
-        """The drafter has taken in `num_drafted` tokens: its pages that have become full can be found from now on."""
+    def commit_drafted(self, request: Request, num_drafts: int) -> None:
+        """The drafter has taken in `num_drafted` tokens, and proposed so many behind them: its pages that have become
+        full can be found from now on, and those that it does not need go back."""
         full = request.num_drafted // self._page_size
-        if request.generation == self.cache.generation:
-            for group in self._drafter:
-                if full > (held := request.held[group.index]).num_inserted:
-                    group.commit(held, self._keys(request, full))
+        for group in self._drafter:
+            held = request.held[group.index]
+            if full > held.num_inserted and request.generation == self.cache.generation:
+                group.commit(held, self._keys(request, full))
+            group.release_beyond(held, max(request.num_tokens, request.num_drafted + num_drafts))
 
     def release(self, request: Request) -> None:
         """Takes a request's pages back; the full ones of a request that takes part in the prefix cache stay cached."""

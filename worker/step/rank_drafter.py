@@ -39,6 +39,15 @@ class Drafted:
     drafts: tuple[int, ...] = ()
 
 
+class RowLeaves(Protocol):
+    """Counts the requests that have left a row."""
+
+    count: int
+
+    def stayed(self, rows: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
+        """Which of `rows` belong to the request that had them when `count` was `since`."""
+
+
 class DraftRows(Protocol):
     """The running rows as a drafter sees them; `allspan.worker.engine.batch.rows` has the real ones."""
 
@@ -48,6 +57,10 @@ class DraftRows(Protocol):
     """[rows]."""
     params: list[SamplingParams | None]
     """What the request of each asks for; None: no request has the row."""
+
+    @property
+    def leaves(self) -> RowLeaves: ...
+
     tables: list[NDArray[np.int32]]
     """For each cache group, those of the drafter last, [rows, pages]: the pages of each row by their places."""
     num_pages: NDArray[np.int64]

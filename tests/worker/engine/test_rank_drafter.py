@@ -124,6 +124,7 @@ def test_the_model_itself_is_always_right_about_its_likeliest_tokens() -> None:
     _, counters, draft = play(5, requests, max_num_batched_tokens=32)
     assert counters.accepted_tokens == counters.draft_tokens > 2 * 22
     assert draft.num_forwards <= 5 * counters.steps
+    assert draft.num_tokens <= 3 * (9 + 22 + 5)  # what is kept was run when it was proposed
 
 
 def test_a_request_begins_with_the_keys_that_the_drafter_has_left() -> None:

@@ -109,7 +109,9 @@ def test_pages_for_drafts_leave_one_for_each_request() -> None:
     held.release(spare[:1])
     assert leader.ask(1.0)
     leader.one.num_drafted = 5
-    leader.memory.retract(leader.one)
+    leader.memory.commit_drafted(leader.one, 12)  # keys of proposals are in the second page
+    assert held.num_available == 1
+    leader.memory.commit_drafted(leader.one, 2)
     assert held.num_available == 2
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +26,25 @@ _DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "s
 """The sampling parameters that a draw depends on, whatever came before."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Tokens that were proposed for a row and whose keys lie in its pages."""
+
+    since: int
+    """The count of requests that had left rows by then."""
+    first: int
+    """The place of the first one in the row."""
+    tokens: Sequence[int]
+
+
 class DraftModel:
     """Proposes what it would say itself; see `allspan.worker.step.rank_drafter.RankDrafter`. It draws by the request's
     own temperature, filters, seed and position: where it is as sure as the other model, the same number draws the same
     token.
 
-    What it writes for tokens that it proposes lies behind the row's own and is never read again: when the row has gone
-    on, its tokens are taken in anew, whether they were proposed or not.
+    What it writes for tokens that it proposes lies behind the row's own, in pages that the row keeps until it is
+    drafted for again: where the row has gone on with them, they need not be taken in; else others' keys take their
+    places.
     """
 
     def __init__(
@@ -54,18 +68,20 @@ class DraftModel:
         self._sampler = Sampler(max_rows, model.vocab_widths, collectives, sampling=sampling)
         self._asked: dict[int, SamplingParams] = {}
         """What the rows ask for that the sampler knows."""
+        self._ahead: dict[int, _Ahead] = {}
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
-        taken = {run: self._count(run, rows) for run in runs}
+        kept = {run: self._kept(run, rows) for run in runs}
+        taken = {run: self._count(run, rows) - kept[run] for run in runs}
         ordered = sorted((run for run in runs if taken[run]), key=lambda run: (taken[run] > 1, run.row))
-        found = {run.row: Drafted(run.first + taken[run]) for run in runs}
+        found = {run.row: Drafted(run.first + kept[run] + taken[run]) for run in runs}
         if not ordered:
             return found
         self._follow(rows)
         numbers = np.asarray([run.row for run in ordered])
         counts = np.asarray([taken[run] for run in ordered])
-        starts = np.asarray([run.first for run in ordered])
-        ids = np.concatenate([rows.tokens[run.row, run.first : run.first + taken[run]] for run in ordered])
+        starts = np.asarray([run.first + kept[run] for run in ordered])
+        ids = np.concatenate([rows.tokens[run.row, run.first + kept[run] :][: taken[run]] for run in ordered])
         is_whole = starts + counts == rows.num_tokens[numbers]
         asked = np.where(is_whole, [run.num_drafts for run in ordered], 0)
         drafting = np.flatnonzero(asked > 0)
@@ -80,6 +96,8 @@ class DraftModel:
             if len(drafting):
                 ends = (starts + counts + lengths - 1)[drafting]
                 tokens = self._forward(rows, numbers[drafting], np.ones_like(ends), ends, tokens, np.arange(len(ends)))
+        for row, drafts in made.items():
+            self._ahead[row] = _Ahead(rows.leaves.count, found[row].num_tokens, drafts[:-1])
         return {row: Drafted(each.num_tokens, tuple(made.get(row, ()))) for row, each in found.items()}
 
     def trial(self, count: int) -> StepInputs:
@@ -101,6 +119,16 @@ class DraftModel:
             if params is not None:
                 self._asked[row] = params
                 self._sampler.add(row, _bare(params), 0, rows.tokens[row])
+
+    def _kept(self, run: DraftRun, rows: DraftRows) -> int:
+        """How many tokens that were proposed for the row it has gone on with, so that their keys are there. The last of
+        the row's tokens is run in any case."""
+        ahead, most = self._ahead.pop(run.row, None), min(run.most, int(rows.num_tokens[run.row]) - run.first) - 1
+        if ahead is None or ahead.first != run.first or not rows.leaves.stayed(np.asarray([run.row]), ahead.since)[0]:
+            return 0
+        tokens = rows.tokens[run.row, run.first :][:most].tolist()
+        pairs = zip(tokens, ahead.tokens, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _count(self, run: DraftRun, rows: DraftRows) -> int:
         """How many of the row's tokens a run takes in: none behind an id that the model does not have."""

@@ -118,7 +118,7 @@ class Drafting:
             request, drafted = requests[run.row], result.drafted[run.row]
             if request.status is RequestStatus.RUNNING:
                 request.num_drafted = drafted.num_tokens
-                memory.commit_drafted(request)
+                memory.commit_drafted(request, len(drafted.drafts))
                 self._asking.drafts.take(request, drafted, run.first)
 
     def learn(self, flight: Flight, result: StepResult, counters: SchedulerCounters) -> None:
