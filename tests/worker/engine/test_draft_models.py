@@ -16,6 +16,7 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.engine.engine import Engine
 from allspan.worker.models.model import Model
 from allspan.worker.scheduler.counters import SchedulerCounters
+from allspan.worker.scheduler.drafting.asking import DrafterFacts
 from allspan.worker.scheduler.request import Request
 from support.cores import request
 from support.drafted import VOCAB, asked, play, told
@@ -176,3 +177,23 @@ def test_weights_of_both_models_are_unloaded_and_read_again(folders: dict[str, P
         engine.start_model()
         assert [completion.token_ids for completion in engine.generate([[1, 2, 3]], params)] == ids
         assert held(drafting) == before
+
+
+def test_keys_of_the_drafter_come_back_from_the_host_tier(folders: dict[str, Path]) -> None:
+    asks = json.dumps({"model": str(folders["itself"]), "num_speculative_tokens": 4})
+    settings: dict[str, Any] = {"threads": 1, "max_num_seqs": 1, "max_model_len": 128, "page_size": 16}
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    prompts = [[number, *range(60)] for number in range(4)]
+    with Engine(folders["itself"], **settings) as engine:
+        plain = [each.token_ids for each in engine.generate(prompts, params)]
+    pages = {"kv_cache_bytes": 1, "host_kv_cache_bytes": 2**24}
+    with pytest.raises(ConfigError, match="kv_cache_bytes to at least") as refused:
+        Engine(folders["itself"], speculative_config=asks, **settings, **pages)
+    pages["kv_cache_bytes"] = int(str(refused.value).split()[-1])  # one context, of both models
+    with Engine(folders["itself"], speculative_config=asks, **settings, **pages) as engine:
+        engine._core.draft_with(Speculation("draft_model", 4), drafter=DrafterFacts(128))
+        for _ in range(2):
+            assert [each.token_ids for each in engine.generate(prompts, params)] == plain
+        told = engine.statistics()
+    assert told.prefix_host_hit_tokens >= 3 * 48
+    assert told.accepted_tokens == told.draft_tokens > 60
