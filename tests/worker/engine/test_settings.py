@@ -32,6 +32,13 @@ def test_a_pulled_model_is_found_by_its_name(home):
     assert find_model("ORG/NAME") == ("ORG/NAME", home / "models/ORG/NAME")
 
 
+def test_a_pulled_model_drafts_by_its_name(tmp_path, home):
+    (home / "models" / "small.gguf").parent.mkdir(parents=True, exist_ok=True)
+    (home / "models" / "small.gguf").touch()
+    found = worker_config(tmp_path, {"speculative_config": '{"model": "small"}'}).scheduler.speculative_config
+    assert str(home / "models" / "small.gguf") in found
+
+
 @pytest.mark.parametrize("name", ["nobody-s-model", "", "../etc", "/nowhere/at/all"])
 def test_a_model_that_is_nowhere_is_refused_with_the_way_out(home, name):
     with pytest.raises(ModelNotFound, match="allspan pull"):
