@@ -10,20 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allspan.protos.api.errors import InternalError
-from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.engine.batch.paging import paged_values
+from allspan.worker.engine.steps.draft_sampler import DraftSampler
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.sampling.device import Sampling
-from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import StepModel
 from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun
 
 Longs = NDArray[np.int64]
-
-_DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
-"""The sampling parameters that a draw depends on, whatever came before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +34,7 @@ class _Ahead:
 
 
 class DraftModel:
-    """Proposes what it would say itself; see `allspan.worker.step.rank_drafter.RankDrafter`. It draws by the request's
-    own temperature, filters, seed and position: where it is as sure as the other model, the same number draws the same
-    token.
+    """Proposes what it would say itself; see `allspan.worker.step.rank_drafter.RankDrafter`.
 
     What it writes for tokens that it proposes lies behind the row's own, in pages that the row keeps until it is
     drafted for again: where the row has gone on with them, they need not be taken in; else others' keys take their
@@ -65,9 +59,7 @@ class DraftModel:
         self._buffers = buffers
         self._page_size = page_size
         self._vocab_size = sum(model.vocab_widths)
-        self._sampler = Sampler(max_rows, model.vocab_widths, collectives, sampling=sampling)
-        self._asked: dict[int, SamplingParams] = {}
-        """What the rows ask for that the sampler knows."""
+        self._sampler = DraftSampler(max_rows, model.vocab_widths, collectives, sampling)
         self._ahead: dict[int, _Ahead] = {}
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
@@ -77,7 +69,7 @@ class DraftModel:
         found = {run.row: Drafted(run.first + kept[run] + taken[run]) for run in runs}
         if not ordered:
             return found
-        self._follow(rows)
+        self._sampler.follow(rows)
         numbers = np.asarray([run.row for run in ordered])
         counts = np.asarray([taken[run] for run in ordered])
         starts = np.asarray([run.first + kept[run] for run in ordered])
@@ -107,19 +99,6 @@ class DraftModel:
         values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
         return self._buffers.fill(values)
 
-    def _follow(self, rows: DraftRows) -> None:
-        """Tells the sampler what the rows ask for. Penalties, bans and grammars are left out: they are for drafts that
-        are verified."""
-        for row, params in enumerate(rows.params):
-            if (known := self._asked.get(row)) is params:
-                continue
-            if known is not None:
-                del self._asked[row]
-                self._sampler.remove(row)
-            if params is not None:
-                self._asked[row] = params
-                self._sampler.add(row, _bare(params), 0, rows.tokens[row])
-
     def _kept(self, run: DraftRun, rows: DraftRows) -> int:
         """How many tokens that were proposed for the row it has gone on with, so that their keys are there. The last of
         the row's tokens is run in any case."""
@@ -148,12 +127,5 @@ class DraftModel:
         tables = rows.tables[-groups:]
         values = paged_values(tables, self.lifetimes, self._page_size, numbers, counts, starts)
         logits = self.model.forward(self._buffers.fill(values | {"ids": ids, "logits_rows": wanted}))
-        if not len(wanted):
-            return np.zeros(0, dtype=np.int32)
         at = np.searchsorted(np.cumsum(counts), wanted, side="right")
-        return self._sampler.sample(logits, numbers[at], (starts + counts)[at]).tokens
-
-
-def _bare(params: SamplingParams) -> SamplingParams:
-    """What a token is drawn by, but for what depends on the tokens before it."""
-    return SamplingParams(**{name: getattr(params, name) for name in _DRAWN})
+        return self._sampler.sample(logits, numbers[at], (starts + counts)[at])
