@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.adapter_ops import AdapterOps
+from allspan.kernels.copy_ops import CopyOps
 from allspan.kernels.fused_ops import FusedOps, T
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
@@ -81,7 +82,7 @@ class Routing(NamedTuple, Generic[T]):
     """int32 [1, places + 1]: where the slots of each place begin in that order, and where those of the last end."""
 
 
-class OpSet(FusedOps, AdapterOps, Protocol):
+class OpSet(FusedOps, AdapterOps, CopyOps, Protocol):
     """Offered op by op. On the CPU, activations between ops and all sums are float32."""
 
     @property
@@ -387,13 +388,3 @@ class OpSet(FusedOps, AdapterOps, Protocol):
 
     def soft_cap(self, x: Tensor, cap: float) -> None:
         """x[n, V] = cap · tanh(x / cap) in place; cap > 0."""
-
-    def gather_rows(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
-        """out[m, H] = x[rows]; rows int32 [m]."""
-
-    def put_rows(self, x: Tensor | None, rows: Tensor | None, scale: float, out: Tensor) -> None:
-        """out[rows] = scale · x, with x float32 [m, H] and rows int64 [m], in host memory or where `out` is; nothing
-        where both are None."""
-
-    def gather_columns(self, x: Tensor, columns: Tensor, out: Tensor) -> None:
-        """out[n, m] = x[:, columns]; columns int32 [m]."""

@@ -71,6 +71,7 @@ REFERENCE = {
     "gather_rows": "allspan.kernels.reference.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.reference.elementwise:gather_columns",
     "put_rows": "allspan.kernels.reference.elementwise:put_rows",
+    "put_columns": "allspan.kernels.reference.elementwise:put_columns",
     "packed_embedding": "allspan.kernels.reference.packed_linear:packed_embedding",
     "packed_linear": "allspan.kernels.reference.packed_linear:packed_linear",
     "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
@@ -82,7 +83,7 @@ REFERENCE = {
 
 _COMPILED = (
     *("embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm", "rotary", "hadamard", "append_kv"),
-    *("rotary_append", "attention", "gated_mul", "soft_cap", "layer_norm", "gather_rows"),
+    *("rotary_append", "attention", "gated_mul", "soft_cap", "layer_norm", "gather_rows", "put_columns"),
     *("packed_embedding", "packed_linear", "packed_linear_add", "packed_gated_linear"),
     *("mean_squares", "norm_heads"),
     *EXPERT_OPS,
@@ -112,6 +113,7 @@ CUDA = {
     "gather_rows": "allspan.kernels.cuda.rows.elementwise:gather_rows",
     "gather_columns": "allspan.kernels.cuda.rows.gather_columns:gather_columns",
     "put_rows": REFERENCE["put_rows"],
+    "put_columns": REFERENCE["put_columns"],
     "rotary_append": "allspan.kernels.cuda.rows.rotary_append:rotary_append",
     "attention": "allspan.kernels.cuda.attention.attention:attention",
     "packed_linear": "allspan.kernels.cuda.linear.packed_linear:packed_linear",

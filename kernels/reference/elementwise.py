@@ -131,3 +131,8 @@ def hadamard(x: Tensor, center: Tensor | None) -> None:
 def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
     """See `OpSet.gather_columns`."""
     torch.index_select(x, 1, columns, out=out)
+
+
+def put_columns(x: Tensor, first: int, out: Tensor) -> None:
+    """See `OpSet.put_columns`."""
+    out[:, first : first + x.shape[1]] = x

@@ -75,6 +75,8 @@ REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
     ("soft_cap", lambda: [randn(2, 8), 0.0], ValueError, "soft_cap: cap must be above 0"),
     ("gather_rows", lambda: [randn(2, 8), ints([0, 2]), poison(2, 8)], ValueError, r"rows\[1\] is 2, not in \[0, 2\)"),
     ("gather_rows", lambda: [randn(2, 8), torch.tensor([0]), poison(1, 8)], TypeError, "rows is torch.int64, not"),
+    ("put_columns", lambda: [randn(2, 3), 6, poison(2, 8)], ValueError, "out has fewer columns than x is to be put in"),
+    ("put_columns", lambda: [randn(2, 3), -1, poison(2, 8)], ValueError, "out has fewer columns than x is to be put"),
     (
         "rotary",
         lambda: [randn(1, 1, 8), randn(1, 1, 8), ints([4]), randn(4, 8)],

@@ -230,6 +230,10 @@ def gather_rows(rows: list[int]) -> list[Any]:
     return [randn(70, 33), ints(rows), poison(len(rows), 33)]
 
 
+def put_columns(n: int, columns: int, first: int) -> list[Any]:
+    return [randn(n, columns), first, randn(n, 33, seed=1)]
+
+
 def gather_columns(n: int, columns: list[int]) -> list[Any]:
     return [randn(n, 33), ints(columns), poison(n, len(columns))]
 
@@ -330,6 +334,9 @@ def _cases() -> Iterator[Case]:
         yield Case("put_rows", name, put_rows, (places,), 1e-6)
     yield Case("gather_columns", "some", gather_columns, (5, [32, 0, 0, 31]), 0)
     yield Case("gather_columns", "of-nothing", gather_columns, (0, [2, 1]), 0)
+    yield Case("put_columns", "the-last", put_columns, (5, 11, 22), 0)
+    yield Case("put_columns", "all", put_columns, (3, 33, 0), 0)
+    yield Case("put_columns", "of-nothing", put_columns, (0, 4, 0), 0)
     for dtype in (F32, BF16):
         for bias in (False, True):
             yield from _sized("linear", linear, [(*sizes, dtype, bias) for sizes in LINEAR])

@@ -189,6 +189,11 @@ def put_rows(x: Tensor | None, rows: Tensor | None, scale: float, out: Tensor) -
         out[row] = scale * x[i]  # type: ignore[index]
 
 
+def put_columns(x: Tensor, first: int, out: Tensor) -> None:
+    for column in range(x.shape[1]):
+        out[:, first + column] = x[:, column]
+
+
 def gather_columns(x: Tensor, columns: Tensor, out: Tensor) -> None:
     for to, column in enumerate(columns.tolist()):
         out[:, to] = x[:, column]

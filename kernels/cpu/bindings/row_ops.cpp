@@ -1,4 +1,5 @@
 // The ops of kernels/cpu/rows, and the sum over the ranks.
+#include <algorithm>
 #include <cmath>
 
 #include "bindings/ops.h"
@@ -197,6 +198,19 @@ Task gather_rows(Runtime& runtime, OpArguments& args) {
           }};
 }
 
+Task put_columns(Runtime&, OpArguments& args) {
+  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
+  const int64_t first = args.number<int64_t>(1), width = x.shape[1];
+  const Tensor out = args.floats(args.at(2), "out", {x.shape[0], kAny});
+  args.require(first >= 0 && first + width <= out.shape[1], "out has fewer columns than x is to be put in");
+  return {x.shape[0], [=](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              for (int64_t row = begin; row < end; ++row)
+                std::copy_n(x.floats() + row * width, width, out.floats() + row * out.shape[1] + first);
+            });
+          }};
+}
+
 Task all_reduce(Runtime&, OpArguments& args) {
   const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
   const auto reduce = args.all_reduce();
@@ -218,6 +232,7 @@ std::vector<OpRow> row_ops() {
       {"hadamard", 2, hadamard},
       {"gated_mul", 3, gated_mul},
       {"gather_rows", 3, gather_rows},
+      {"put_columns", 3, put_columns},
       {"all_reduce", 1, all_reduce},
       {"layer_norm", 4, layer_norm},
       {"soft_cap", 2, soft_cap},
