@@ -33,19 +33,26 @@ class Decoder:
     """What the head reads: a row of every row of logits."""
     residual: Slot
     """The residual stream of all tokens: what a stage of a pipeline begins with, and what it hands on."""
+    features: Slot | None = None
+    """States of all tokens, side by side, as `build_decoder` was asked for them."""
 
 
-def build_decoder(holding: Holding, quantised_cache: bool = False) -> Decoder:
+def build_decoder(holding: Holding, quantised_cache: bool = False, features: tuple[int, ...] = ()) -> Decoder:
     """Embedding, layers, final norm and head, or those of a pipeline's stage: every layer is an attention block and an
-    MLP block."""
-    return _Decoder(holding, quantised_cache).build()
+    MLP block. `features`: the numbers of layers before which the residual stream of all tokens is kept; the number of
+    layers itself stands for what the head reads."""
+    return _Decoder(holding, quantised_cache, features).build()
 
 
 class _Decoder:
-    def __init__(self, holding: Holding, quantised_cache: bool) -> None:
+    def __init__(self, holding: Holding, quantised_cache: bool, features: tuple[int, ...]) -> None:
         self._holding, self._spec = holding, holding.spec
         self._builder = StreamBuilder(holding, quantised_cache)
         self._program = self._builder.program
+        self._kept_layers, self._features = features, None
+        if features:
+            width = len(features) * holding.spec.hidden_size
+            self._features = self._program.buffer("features", Rows.TOKENS, width, is_exact=True)
         self._group_of: Mapping[int, int] = {
             layer: group for group, layers in enumerate(groups_of(holding.spec)) for layer in layers
         }
@@ -59,10 +66,13 @@ class _Decoder:
         if holding.shard.stage.is_first:
             self._embed(stream)
         residual = stream.residual
+        keeps_all = len(spec.layers) in self._kept_layers
         for number in holding.shard.layers(len(spec.layers)):
-            layer = spec.layers[number]
+            layer, is_last = spec.layers[number], number == len(spec.layers) - 1 and not keeps_all
             attention = self._sublayer(number, stream, is_attention=True)
-            attended, is_last = layer.attention.mix(attention, attention.normed()), number == len(spec.layers) - 1
+            x = attention.normed()
+            self._keep(number, residual)  # it lacks nothing of the layers before: the norm has added all
+            attended = layer.attention.mix(attention, x)
             if is_last and not holding.shard.attends_apart:
                 attention.stream, attended = stream, attended = self._wanted_rows(stream, attended)
             layer.attention.project(attention, attended)
@@ -75,13 +85,22 @@ class _Decoder:
         if not holding.shard.stage.is_last:
             return Decoder(program.build(residual), builder.bindings, stream.x, residual)
         builder.norm(stream.residual, "norm.weight", spec.norm, stream.x)
+        if keeps_all:
+            self._keep(len(spec.layers), stream.x)
+            stream = self._wanted_states(stream)
         logits = program.buffer(
             "logits", Rows.LOGITS, len(holding.shard.part(head_of(spec).parts[0].rows)), is_exact=True
         )
         holding.emit(program, embedding_of(spec) if spec.tie_word_embeddings else head_of(spec), stream.x, logits)
         if spec.final_soft_cap:
             program.op("soft_cap", logits, spec.final_soft_cap)
-        return Decoder(program.build(logits), builder.bindings, stream.x, residual)
+        return Decoder(program.build(logits), builder.bindings, stream.x, residual, self._features)
+
+    def _keep(self, layer: int, state: Slot) -> None:
+        """Copies a state of all tokens to its places among the features."""
+        for place, wanted in enumerate(self._kept_layers):
+            if wanted == layer and self._features is not None:
+                self._program.op("put_columns", state, place * self._spec.hidden_size, self._features)
 
     def _embed(self, stream: Stream) -> None:
         program, holding = self._program, self._holding
@@ -110,4 +129,10 @@ class _Decoder:
         """A stream that begins with the rows of `stream` whose logits are wanted."""
         last, rows = self._builder.stream(Rows.LOGITS), self._program.input("logits_rows", Rows.LOGITS)
         self._program.op("gather_rows", stream.residual, rows, last.residual)
+        return last
+
+    def _wanted_states(self, stream: Stream) -> Stream:
+        """What the head reads of the rows whose logits are wanted."""
+        last, rows = self._builder.stream(Rows.LOGITS), self._program.input("logits_rows", Rows.LOGITS)
+        self._program.op("gather_rows", stream.x, rows, last.x)
         return last

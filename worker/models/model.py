@@ -76,6 +76,15 @@ class Model:
         self._bind_weights()
         self.row_inputs = replace(self.row_inputs, num_adapters=delta.num_slots)
 
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Has steps keep states of all their tokens from now on, for `features`: those before these layers; the number
+        of layers stands for what the head reads. To be called once, before adapters are added and the cache is
+        bound."""
+        if self._has_cache or self.row_inputs.num_adapters:
+            raise InternalError("features are kept before adapters are added and the cache is bound")
+        self._passes.keep_features(layers)
+        self._bind_weights()
+
     def _bind_weights(self) -> None:
         self._passes.bind(self.weights)
         self._passes.bind(self._constants)
@@ -157,6 +166,14 @@ class Model:
         held = newest.executor.rows(newest.decoder.hidden)
         chosen = held[rows.start : rows.stop] if isinstance(rows, range) else held[list(rows)]
         return chosen.to(torch.float32, copy=True)
+
+    def features(self, num_tokens: int) -> Tensor:
+        """What a draft head reads of the last step's tokens, float32 [n, states · hidden_size], in place: the next step
+        overwrites it."""
+        newest = self._passes.newest
+        if newest.decoder.features is None:
+            raise InternalError("features of a model that does not keep them")
+        return newest.executor.rows(newest.decoder.features)[:num_tokens]
 
     def stream(self, num_tokens: int) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""

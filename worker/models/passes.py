@@ -83,13 +83,21 @@ class Passes:
             return ForwardPass(decoder, executor, steps)
 
         self._make = make
+        self._features: tuple[int, ...] = ()
         self._all = [make(decoder)]
         self.newest = self.plain
         """The pass of the last step."""
 
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Has the passes keep states of all tokens (`build_decoder`), of which none is bound to anything then."""
+        self._features = layers
+        self._all = [self._make(build_decoder(self._holding, self._is_quantised, layers))]
+        self.newest = self.plain
+
     def add(self, delta: LinearDelta) -> None:
         """Adds the pass of steps in which a token has an adapter; nothing is bound to it yet."""
-        self._all.append(self._make(build_decoder(replace(self._holding, delta=delta), self._is_quantised)))
+        adapted = replace(self._holding, delta=delta)
+        self._all.append(self._make(build_decoder(adapted, self._is_quantised, self._features)))
 
     @property
     def plain(self) -> ForwardPass:
