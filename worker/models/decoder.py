@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.holding import Holding
-from allspan.worker.models.layout import ATTENTION_NORMS, MLP_NORMS, embedding_of, groups_of, head_of
+from allspan.worker.models.layout import ATTENTION_NORMS, MLP_NORMS, groups_of, head_of
 from allspan.worker.models.own_rows import OwnRows
 from allspan.worker.models.pieces import Axis
+from allspan.worker.models.spec import HeadSpec
 from allspan.worker.models.sublayer import Bindings, Stream, StreamBuilder, Sublayer
 from allspan.worker.program.program import Program, Rows, Slot
 
@@ -35,13 +36,19 @@ class Decoder:
     """The residual stream of all tokens: what a stage of a pipeline begins with, and what it hands on."""
     features: Slot | None = None
     """States of all tokens, side by side, as `build_decoder` was asked for them."""
+    given: Slot | None = None
+    """What a draft head reads beside ids, to be filled before it runs."""
+    chained: Slot | None = None
+    """What the row of a draft head's own draft reads, for every row of logits, by which the draft is chosen."""
 
 
-def build_decoder(holding: Holding, quantised_cache: bool = False, features: tuple[int, ...] = ()) -> Decoder:
+def build_decoder(
+    holding: Holding, quantised_cache: bool = False, features: tuple[int, ...] = (), is_chained: bool = False
+) -> Decoder:
     """Embedding, layers, final norm and head, or those of a pipeline's stage: every layer is an attention block and an
     MLP block. `features`: the numbers of layers before which the residual stream of all tokens is kept; the number of
-    layers itself stands for what the head reads."""
-    return _Decoder(holding, quantised_cache, features).build()
+    layers itself stands for what the head reads. `is_chained`: of a draft head, which is given its own states."""
+    return _Decoder(holding, quantised_cache, features).build(is_chained)
 
 
 class _Decoder:
@@ -57,20 +64,25 @@ class _Decoder:
             layer: group for group, layers in enumerate(groups_of(holding.spec)) for layer in layers
         }
 
-    def build(self) -> Decoder:
+    def build(self, is_chained: bool) -> Decoder:
         """Raises ConfigError for adapters where ranks attend apart: they name the slot of every row."""
         spec, program, holding, builder = self._spec, self._program, self._holding, self._builder
         if holding.delta is not None and holding.shard.attends_apart:
             raise ConfigError("data_parallel_attention: not with adapters: leave --data-parallel-attention out")
-        stream = builder.stream(Rows.TOKENS)
+        stream, head = builder.stream(Rows.TOKENS), spec if isinstance(spec, HeadSpec) else None
         if holding.shard.stage.is_first:
             self._embed(stream)
+        given: Slot | None = None
+        first: Slot | None = None
+        if head is not None:
+            given = builder.buffer("given", Rows.TOKENS, head.reads.width(spec.hidden_size, is_chained))
+            first = head.reads.emit(builder, stream, given, is_chained)
         residual = stream.residual
         keeps_all = len(spec.layers) in self._kept_layers
         for number in holding.shard.layers(len(spec.layers)):
             layer, is_last = spec.layers[number], number == len(spec.layers) - 1 and not keeps_all
             attention = self._sublayer(number, stream, is_attention=True)
-            x = attention.normed()
+            x = attention.normed() if number or first is None else first
             self._keep(number, residual)  # it lacks nothing of the layers before: the norm has added all
             attended = layer.attention.mix(attention, x)
             if is_last and not holding.shard.attends_apart:
@@ -91,10 +103,11 @@ class _Decoder:
         logits = program.buffer(
             "logits", Rows.LOGITS, len(holding.shard.part(head_of(spec).parts[0].rows)), is_exact=True
         )
-        holding.emit(program, embedding_of(spec) if spec.tie_word_embeddings else head_of(spec), stream.x, logits)
+        holding.emit_logits(program, stream.x, logits)
         if spec.final_soft_cap:
             program.op("soft_cap", logits, spec.final_soft_cap)
-        return Decoder(program.build(logits), builder.bindings, stream.x, residual, self._features)
+        chained = (stream.x if head.chains_normed else stream.residual) if head else None
+        return Decoder(program.build(logits), builder.bindings, stream.x, residual, self._features, given, chained)
 
     def _keep(self, layer: int, state: Slot) -> None:
         """Copies a state of all tokens to its places among the features."""

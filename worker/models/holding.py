@@ -15,7 +15,7 @@ from allspan.worker.models.pieces import EP, Axis, Linear, Piece, Table, Vector
 from allspan.worker.models.placement import Placement, numbered
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.source import PieceSource, read_vector
-from allspan.worker.models.spec import ModelSpec
+from allspan.worker.models.spec import HeadSpec, ModelSpec
 from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
@@ -59,6 +59,8 @@ class Holding:
     is missing has its experts in the order of their numbers."""
     delta: LinearDelta | None = None
     """What is added to products of linear layers."""
+    target: Holding | None = None
+    """What the rank holds of the target of a draft head, with the embedding and the head that this may lack."""
     expert_kinds: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `_kind` has found of tensors that many experts have."""
 
@@ -165,9 +167,20 @@ class Holding:
 
     def emit_embedding(self, program: ProgramBuilder, ids: Slot, out: Slot) -> None:
         """Appends out = this rank's rows of the embedding, 0 for ids of others."""
+        if self.target is not None and isinstance(self.spec, HeadSpec) and not self.spec.has_embedding:
+            self.target.emit_embedding(program, ids, out)
+            return
         table = embedding_of(self.spec)
         first, slots = self.shard.part(table.rows).start, self._slots(program, table)
         self.method.emit_embedding(program, self.shape_of(table), slots, ids, first, out)
+
+    def emit_logits(self, program: ProgramBuilder, x: Slot, out: Slot) -> None:
+        """Appends out = this rank's columns of the logits of x."""
+        if self.target is not None and isinstance(self.spec, HeadSpec) and not self.spec.has_head:
+            self.target.emit_logits(program, x, out)
+        else:
+            tied = self.spec.tie_word_embeddings
+            self.emit(program, embedding_of(self.spec) if tied else head_of(self.spec), x, out)
 
     def bias(self, tensors: Mapping[str, Tensor], piece: Linear, part: int) -> Tensor:
         """The bias of one part, float32 [outputs], of the tensors that `read` gave."""

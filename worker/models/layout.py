@@ -9,7 +9,7 @@ from allspan.protos.api.errors import ConfigError
 from allspan.worker.cache.spec import CacheGroup, CacheSpec, PageLifetime
 from allspan.worker.models.pieces import TP, Axis, Linear, Part, Piece, Table, Vector, tensors_of
 from allspan.worker.models.shard import Shard, split
-from allspan.worker.models.spec import ModelSpec, NormSpec
+from allspan.worker.models.spec import HeadSpec, ModelSpec, NormSpec
 from allspan.worker.weights.weight_map import WeightMap
 
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -23,27 +23,26 @@ MLP_NORMS = "mlp_norm", "mlp_output_norm"
 
 def embedding_of(spec: ModelSpec) -> Table:
     """With tied embeddings the head, too."""
-    return Table("embedding", _vocabulary(spec), Axis(spec.hidden_size), spec.embedding_scale)
+    count = spec.num_embeddings if isinstance(spec, HeadSpec) else spec.vocab_size
+    return Table("embedding", Axis(count, group=TP), Axis(spec.hidden_size), spec.embedding_scale)
 
 
 def head_of(spec: ModelSpec) -> Linear:
     """The head of a model whose embeddings are not tied."""
-    rows, inputs = Part("lm_head", _vocabulary(spec)), Axis(spec.hidden_size)
+    rows, inputs = Part("lm_head", Axis(spec.vocab_size, group=TP)), Axis(spec.hidden_size)
     return Linear("lm_head", (rows,), inputs, has_unit_rows=spec.has_normalised_head)
-
-
-def _vocabulary(spec: ModelSpec) -> Axis:
-    return Axis(spec.vocab_size, group=TP)
 
 
 def layout(spec: ModelSpec) -> tuple[Piece, ...]:
     """Everything that a model of this spec holds, in the order in which it is read."""
-    hidden = Axis(spec.hidden_size)
-    pieces: list[Piece] = [embedding_of(spec)]
+    hidden, head = Axis(spec.hidden_size), spec if isinstance(spec, HeadSpec) else None
+    pieces: list[Piece] = [embedding_of(spec)] if head is None or head.has_embedding else []
+    if head is not None:
+        pieces += head.reads.pieces(hidden)
     for i in range(len(spec.layers)):
         pieces += layer_pieces(spec, i)
     pieces.append(Vector("norm.weight", hidden, spec.norm.scale))
-    if not spec.tie_word_embeddings:
+    if not spec.tie_word_embeddings and (head is None or head.has_head):
         pieces.append(head_of(spec))
     return tuple(pieces)
 
@@ -51,6 +50,8 @@ def layout(spec: ModelSpec) -> tuple[Piece, ...]:
 def held_layout(spec: ModelSpec, shard: Shard) -> tuple[Piece, ...]:
     """What a rank holds parts of: all of `layout`, or in a pipeline the layers of its stage, before the first one the
     embedding, behind the last one the norm and the head (which may be the embedding)."""
+    if isinstance(spec, HeadSpec):  # in no pipeline
+        return layout(spec)
     stage, last = shard.stage, (embedding_of(spec) if spec.tie_word_embeddings else head_of(spec)).name
     names = {*((embedding_of(spec).name,) if stage.is_first else ()), *(("norm.weight", last) if stage.is_last else ())}
     prefixes = tuple(f"layers.{number}." for number in shard.layers(len(spec.layers)))

@@ -16,6 +16,7 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.models.blocks.moe import EXPERT_LOAD, EXPERT_PLACES
 from allspan.worker.models.holding import Holding
+from allspan.worker.models.layout import embedding_of, head_of
 from allspan.worker.models.passes import Passes
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.placement import Placement
@@ -66,6 +67,12 @@ class Model:
         ask for hidden states; with a multimodal rotary embedding, bring positions; `add_adapters` has them take
         adapters."""
         self._has_cache = False
+
+    def borrow(self, target: Model) -> None:
+        """Uses what its target holds of the embedding and the head, where it has none of its own."""
+        names = (embedding_of(target.spec).name, head_of(target.spec).name)
+        held = {name: tensor for name, tensor in target.weights.items() if name.startswith(names)}
+        self._passes.bind({name: tensor for name, tensor in held.items() if name not in self.weights})
 
     def add_adapters(self, delta: LinearDelta) -> None:
         """Has requests take adapters from now on. To be called once, before `bind_cache`."""
@@ -174,6 +181,14 @@ class Model:
         if newest.decoder.features is None:
             raise InternalError("features of a model that does not keep them")
         return newest.executor.rows(newest.decoder.features)[:num_tokens]
+
+    def chained(self, num_rows: int) -> Tensor:
+        """What the row of a draft head's own draft reads, for each of the last step's rows of logits, float32
+        [m, hidden_size], in place."""
+        newest = self._passes.newest
+        if newest.decoder.chained is None:
+            raise InternalError("states of drafts of a model that is no draft head")
+        return newest.executor.rows(newest.decoder.chained)[:num_rows]
 
     def stream(self, num_tokens: int) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""

@@ -16,6 +16,7 @@ from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.shard import split
+from allspan.worker.models.spec import HeadSpec
 from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
@@ -85,6 +86,11 @@ class Passes:
         self._make = make
         self._features: tuple[int, ...] = ()
         self._all = [make(decoder)]
+        self._chained: ForwardPass | None = None
+        """The pass of a draft head's steps behind its own drafts, where it is another one."""
+        if isinstance(spec, HeadSpec) and spec.reads.tells_states_apart:
+            self._chained = make(build_decoder(holding, self._is_quantised, is_chained=True))
+            self._all.append(self._chained)
         self.newest = self.plain
         """The pass of the last step."""
 
@@ -120,8 +126,10 @@ class Passes:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `StepRunner.run`."""
-        self.newest = self._of(inputs)
-        return self.newest.steps.run(inputs)
+        self.newest = newest = self._of(inputs)
+        if newest.decoder.given is not None and inputs.features is not None:
+            newest.executor.rows(newest.decoder.given)[: len(inputs.features)].copy_(inputs.features)
+        return newest.steps.run(inputs)
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """See `StepRunner.capture`. What is recorded of any pass shares its memory with all others."""
@@ -134,6 +142,8 @@ class Passes:
             each.steps.forget_graphs()
 
     def _of(self, inputs: StepInputs) -> ForwardPass:
+        if inputs.is_chained and self._chained is not None:
+            return self._chained
         return self._all[-1] if inputs.adapters is not None else self.plain
 
     def start_profile(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allspan.worker.models.blocks.base import AttentionBlock, MlpBlock
+from allspan.worker.models.blocks.base import AttentionBlock, DraftInput, MlpBlock
 
 NORM_KINDS = ("rms", "layer")
 
@@ -65,3 +65,22 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     """The ids that config.json or the GGUF header names; generation_config.json may add some
     (`protos/text/model_defaults.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec(ModelSpec):
+    """A draft head: a model whose layers read states of its target's tokens. Its row of a token predicts the token
+    behind the next one: it reads the features of the token and the embedding of the next. `vocab_size` counts its own
+    logits."""
+
+    reads: DraftInput
+    features: tuple[int, ...]
+    """The states of the target that it reads: see `allspan.worker.models.decoder.build_decoder`."""
+    num_embeddings: int
+    """Rows of the embedding."""
+    has_embedding: bool
+    """False: the embedding is its target's."""
+    has_head: bool
+    """False: the product that makes logits is its target's."""
+    chains_normed: bool
+    """Whether the row of its own draft reads what its head reads; else the residual stream before the last norm."""

@@ -120,6 +120,11 @@ class StepInputs:
     """None: all tokens are given by their ids."""
     axes: tuple[Tensor, ...] = ()
     """[n] for each of `POSITION_AXES`, where the model's tokens have several positions; empty: all are `positions`."""
+    features: Tensor | None = None
+    """float32 [n, …]: what a draft head reads beside the ids, its target's features of these tokens; or, in a step that
+    `is_chained`, its own states of the tokens before its drafts."""
+    is_chained: bool = False
+    """A draft head's step behind its own drafts."""
     own_rows: Tensor | None = None
     """[k]: which of the n tokens; None: the rank attends for all."""
     own_places: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,18 @@ class WeightMap:
         )
         return fused_map.as_spelled("gguf", names)
 
+    def of_layer(self, number: int) -> WeightMap:
+        """The map for a model whose only layer is this one of the checkpoint's."""
+        entries = (
+            replace(
+                entry,
+                hugging_face=_of_layer(entry.foreign("hugging_face"), number),
+                gguf=_of_layer(entry.foreign("gguf"), number),
+            )
+            for entry in self._entries.values()
+        )
+        return WeightMap(entries, self._interleaved)
+
     def is_interleaved(self, naming: str) -> bool:
         return naming in self._interleaved
 
@@ -134,6 +146,11 @@ class WeightMap:
             return self._entries[stem], "", suffix
         _, layer, rest = stem.split(".", 2)
         return self._entries["layers.{i}." + rest], layer, suffix
+
+
+def _of_layer(foreign: Foreign, number: int) -> Foreign:
+    name, bias = (each.replace("{i}", str(number)) for each in (foreign.name, foreign.bias))
+    return replace(foreign, name=name, bias=bias)
 
 
 _LAYER = "model.layers.{i}."

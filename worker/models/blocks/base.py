@@ -9,7 +9,7 @@ from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.pieces import Axis, Piece
 
 if TYPE_CHECKING:
-    from allspan.worker.models.sublayer import Sublayer
+    from allspan.worker.models.sublayer import Stream, StreamBuilder, Sublayer
     from allspan.worker.program.program import Slot
 
 
@@ -64,4 +64,29 @@ class MlpBlock(Protocol):
 
     def emit(self, sub: Sublayer, x: Slot) -> None:
         """Appends the ops from x [rows, hidden] to the residual stream."""
+        ...
+
+
+class DraftInput(Protocol):
+    """Makes what the layers of a draft head begin with: of a token's embedding, and of what is known of the token
+    before it. That is the features of its target; or where the head drafts on behind its own draft, its own state
+    (`allspan.worker.models.spec.HeadSpec`)."""
+
+    @property
+    def tells_states_apart(self) -> bool:
+        """Whether features of the target go through other ops than the head's own states."""
+        ...
+
+    def width(self, hidden: int, is_chained: bool) -> int:
+        """Elements that are given of a token: of its features, or of the head's own state."""
+        ...
+
+    def pieces(self, hidden: Axis) -> tuple[Piece, ...]:
+        """Its weights, in the order in which they are read."""
+        ...
+
+    def emit(self, builder: StreamBuilder, stream: Stream, given: Slot, is_chained: bool) -> Slot | None:
+        """Appends the ops from the embedding, which lies in the residual stream, and from what is `given` [n, width] to
+        the residual stream. Returns what the first attention block reads, where that is not the normed residual stream.
+        `is_chained`: what is given are the head's own states."""
         ...

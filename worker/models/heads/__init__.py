@@ -1,0 +1,1 @@
+"""Draft heads: layers that read states of a model and propose what follows."""
