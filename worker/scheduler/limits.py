@@ -24,6 +24,8 @@ class GroupLimits:
     num_host_pages: int = 0
     is_drafter: bool = False
     """They are of a model that drafts in the ranks, which has not always taken in all of a request's tokens."""
+    is_head: bool = False
+    """They are of a draft head, which takes in what the model computes, and writes keys of drafts behind that."""
 
     def most_pages(self, num_tokens: int, page_size: int, step_tokens: int) -> int:
         """See `PageLifetime.most_pages`."""

@@ -57,6 +57,7 @@ class PageManager:
         self._drafter = tuple(group for group in self.groups if group.limits.is_drafter)
         """Their pages hold what the drafter has taken in, which may be less than what the model has computed, or more
         by one token: a request may begin behind fewer cached pages of them."""
+        self._ahead = tuple(group for group in self.groups if group.limits.is_drafter or group.limits.is_head)
         self._weights_version = 1
         self._page_size = limits.page_size
         self._settings = settings
@@ -180,14 +181,14 @@ class PageManager:
         return count, []
 
     def extend_for_drafter(self, request: Request, tokens: int, running: Sequence[Request]) -> list[Grant] | None:
-        """Returns pages of the drafter's groups for the first `tokens` of the request, or None where these would leave
-        less than a page for each of those that are `running`."""
-        lacking = [group.lacking(request.held[group.index], tokens) for group in self._drafter]
-        for group, count in zip(self._drafter, lacking, strict=True):
+        """Returns pages of the groups that a drafter writes to, for the first `tokens` of the request, or None where
+        these would leave less than a page for each of those that are `running`."""
+        lacking = [group.lacking(request.held[group.index], tokens) for group in self._ahead]
+        for group, count in zip(self._ahead, lacking, strict=True):
             if count and group.cache.device.num_available - count < len(running):
                 return None
         grants = []
-        for group, count in zip(self._drafter, lacking, strict=True):
+        for group, count in zip(self._ahead, lacking, strict=True):
             if count:
                 held = request.held[group.index]
                 grants.append(Grant(request.row, group.cache.allocate(count), group.index, held.last))

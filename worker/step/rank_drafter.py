@@ -67,6 +67,15 @@ class DraftRows(Protocol):
     """[cache groups, rows]: the place up to which a row has pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class RanStep:
+    """What the model ran in a step, whose tokens are known by now."""
+
+    inputs: StepInputs
+    rows: NDArray[np.int64]
+    """[R]: the row of each request, in the order of `inputs`."""
+
+
 class RankDrafter(Protocol):
     """A model that drafts, with its cache bound. All ranks call it alike, and end with equal drafts."""
 
@@ -78,7 +87,13 @@ class RankDrafter(Protocol):
     def max_model_len(self) -> int:
         """Tokens of the longest row that it drafts for."""
 
-    def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
+    @property
+    def follows(self) -> bool:
+        """Whether it takes in the tokens of every step as the model runs them, in pages that requests get and keep with
+        the model's: then `draft` is called behind each step, and what its runs say of tokens taken in says nothing.
+        Else it takes in tokens by its runs alone, in its own time."""
+
+    def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         """Carries out the runs of a step whose tokens are known, each of another row; what has come of them by row."""
 
     def trial(self, count: int) -> StepInputs:

@@ -186,7 +186,7 @@ class Batch:
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.leaves.count, num_unknown)
-        step.drafted, step.pooled = tuple(row for row, _ in plan.drafts), pooled
+        step.drafted, step.pooled, step.rows = tuple(row for row, _ in plan.drafts), pooled, rows
         if state.hidden:
             ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}

@@ -52,6 +52,8 @@ class BatchStep:
     """Row → its row of logits, where its hidden state is asked for."""
     pooled: PooledStep | None = None
     """What rows with pooling make of it; their hidden states lie behind the rows of logits that are sampled."""
+    rows: Longs = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The row of each request, in the order of `inputs`."""
 
 
 class DecodeRun:

@@ -17,7 +17,7 @@ from allspan.worker.parallel.base import Collectives
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import StepModel
-from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun
+from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun, RanStep
 
 Longs = NDArray[np.int64]
 
@@ -41,6 +41,8 @@ class DraftModel:
     places.
     """
 
+    follows = False
+
     def __init__(
         self,
         model: StepModel,
@@ -62,7 +64,7 @@ class DraftModel:
         self._sampler = DraftSampler(max_rows, model.vocab_widths, collectives, sampling)
         self._ahead: dict[int, _Ahead] = {}
 
-    def draft(self, runs: Sequence[DraftRun], rows: DraftRows) -> Mapping[int, Drafted]:
+    def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         kept = {run: self._kept(run, rows) for run in runs}
         taken = {run: self._count(run, rows) - kept[run] for run in runs}
         ordered = sorted((run for run in runs if taken[run]), key=lambda run: (taken[run] > 1, run.row))

@@ -17,7 +17,7 @@ from allspan.worker.sampling.sampler import Launched, Sampler
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.step.inputs import StepInputs, take_ids
 from allspan.worker.step.model import StepModel
-from allspan.worker.step.rank_drafter import RankDrafter
+from allspan.worker.step.rank_drafter import RankDrafter, RanStep
 
 Operate = Callable[[StepPlan], None]
 """Carries out the operation of a plan."""
@@ -72,13 +72,16 @@ class Runner:
 
     def run(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
         """One plan: the state that it changes, its operation, its tokens, and what is drafted behind these."""
-        result = self._verified(plan, inbox, operate)
-        return self._drafted(plan, result) if plan.draft_runs else result
-
-    def _verified(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
         step = self._batch.apply(plan, inbox)
         if plan.operation is not Operation.NONE:
             operate(plan)
+        result = self._verified(step)
+        if step.inputs is not None and (plan.draft_runs or (self._drafter and self._drafter.follows)):
+            return self._drafted(plan, RanStep(step.inputs, step.rows), result)
+        return result
+
+    def _verified(self, step: BatchStep) -> StepResult:
+        """The step's tokens."""
         if step.inputs is None:
             return self._batch.commit(step, None)
         wanted = step.logits
@@ -125,12 +128,12 @@ class Runner:
         self.model_s += time.perf_counter() - before
         return self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
 
-    def _drafted(self, plan: StepPlan, result: StepResult) -> StepResult:
+    def _drafted(self, plan: StepPlan, ran: RanStep, result: StepResult) -> StepResult:
         """The result of a step, with what the drafter has made of the rows behind it."""
         if self._drafter is None:
             raise InternalError(f"step {plan.step} has rows drafted for, this rank has no drafter")
         before = time.perf_counter()
-        drafted = self._drafter.draft(plan.draft_runs, self._batch.rows)
+        drafted = self._drafter.draft(plan.draft_runs, self._batch.rows, ran)
         seconds = time.perf_counter() - before
         self.model_s += seconds
         return replace(result, drafted=dict(drafted), draft_s=seconds)

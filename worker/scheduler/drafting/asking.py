@@ -39,6 +39,8 @@ class DrafterFacts:
     max_model_len: int
     seconds: Mapping[int, float] = field(default_factory=dict)
     """What its steps take by their tokens."""
+    follows: bool = False
+    """See `allspan.worker.step.rank_drafter.RankDrafter.follows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Asking:
         self.drafts = drafts
         self._most = most
         self._most_tokens = most_tokens
-        self._max_model_len = drafter.max_model_len
+        self._max_model_len, self._follows = drafter.max_model_len, drafter.follows
         self._costs = costs
         self._drafter = StepCosts(drafter.seconds, most_tokens) if costs else None
         self._speed: float | None = None
@@ -98,7 +100,7 @@ class Asking:
         grants: list[Grant] = []
         budget = step.budget
         for wish in wishes if count else ():
-            request, taken = wish.request, min(wish.behind, budget)
+            request, taken = wish.request, wish.behind if self._follows else min(wish.behind, budget)
             drafts = min(count, wish.most) if taken == wish.behind else 0
             places = wish.total + drafts - 1 if drafts else request.num_drafted + taken
             pages = memory.extend_for_drafter(request, places, running) if taken else None
@@ -126,6 +128,8 @@ class Asking:
         for request, run in zip(step.requests, step.runs, strict=True):
             if run.num_tokens != 1 + len(step.drafts.get(run.row, ())) or not request.num_unknown:
                 continue
+            if self._follows:
+                request.num_drafted = request.num_computed
             total = request.num_tokens + run.num_tokens
             left = (
                 request.max_tokens - len(request.output_token_ids) - 2
