@@ -11,8 +11,10 @@ from allspan.protos.api.errors import CheckpointError, ConfigError
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.model_files.json_values import parse_object, shown
 
-DRAFT_MODEL = "draft_model"
-METHODS = ("suffix", "ngram", DRAFT_MODEL)
+DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
+METHODS = ("suffix", "ngram", DRAFT_MODEL, EAGLE3, MTP)
+_ALIASES = {"deepseek_mtp": MTP}
+_WITH_MODEL = DRAFT_MODEL, EAGLE3
 MODEL_TOKENS = 7
 """Most drafts of a model in a step, unasked: each of them takes a step of it."""
 
@@ -23,7 +25,9 @@ class Speculation:
 
     method: str = "suffix"
     """ "suffix": what followed the last tokens before, in the request or in earlier answers, and what a grammar forces;
-    "ngram": what followed them first in the request; "draft_model": what a smaller model says next."""
+    "ngram": what followed them first in the request; "draft_model": what a smaller model says next; "eagle3": what an
+    EAGLE-3 head says, which reads states of the model; "mtp": what the model's own layer for multi-token prediction
+    says."""
     num_speculative_tokens: int = 31
     """Most drafts of a request in a step."""
     prompt_lookup_min: int = 0
@@ -39,11 +43,12 @@ class Speculation:
     suffix_decoding_min_token_prob: float = 0.0
     """suffix: the least chance that a draft is kept; 0 leaves it to the controller."""
     model: str = ""
-    """draft_model: the name, folder or file of the model that drafts, which has the same tokens."""
+    """draft_model: the name, folder or file of the model that drafts, which has the same tokens; eagle3: the name or
+    folder of the head."""
     quantization: str = "auto"
-    """draft_model: how its weights are held, one of those of --quantization."""
+    """draft_model, eagle3: how its weights are held, one of those of --quantization."""
     draft_tensor_parallel_size: int = 0
-    """draft_model: the ranks that share it, which are those of the model; 0 leaves it out."""
+    """draft_model, eagle3: the ranks that share it, which are those of the model; 0 leaves it out."""
 
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -72,6 +77,7 @@ def parse_speculation(text: str) -> Speculation | None:
             raise ConfigError(f"speculative_config has the key {key[:64]!r}, known are {', '.join(known)}")
         values[key] = _checked(key, value)
     method = values.setdefault("method", DRAFT_MODEL if values.get("model") else METHODS[0])
+    method = values["method"] = _ALIASES.get(method, method)
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method is {shown(method)}, must be one of {', '.join(METHODS)}")
     _check_model(method, values)
@@ -87,7 +93,7 @@ def parse_speculation(text: str) -> Speculation | None:
 def with_draft_model(text: str, find: Callable[[str], str]) -> str:
     """The same settings with the path of the model that drafts, which `find` finds by its name."""
     asked = parse_speculation(text)
-    if asked is None or asked.method != DRAFT_MODEL:
+    if asked is None or asked.method not in _WITH_MODEL:
         return text
     return json.dumps(json.loads(text) | {"model": find(asked.model)})
 
@@ -109,19 +115,21 @@ def speculation_of(config: WorkerConfig) -> Speculation | None:
 
 def _check_model(method: str, values: dict[str, Any]) -> None:
     """Raises ConfigError for a model that drafts where the method has none, and the other way round."""
-    if method == DRAFT_MODEL:
+    if method in (*_WITH_MODEL, MTP):
+        values.setdefault("num_speculative_tokens", MODEL_TOKENS)
+    if method in _WITH_MODEL:
         if not values.get("model"):
             raise ConfigError(
-                f"speculative_config: model is missing, which method {DRAFT_MODEL!r} drafts with; write it as "
-                '\'{"model": "NAME_OR_PATH", "num_speculative_tokens": 5}\''
+                f"speculative_config: model is missing, which method {method!r} drafts with; write it as "
+                f'\'{{"method": "{method}", "model": "NAME_OR_PATH", "num_speculative_tokens": 5}}\''
             )
-        values.setdefault("num_speculative_tokens", MODEL_TOKENS)
         return
     for key in ("model", "quantization", "draft_tensor_parallel_size"):
         if key in values:
+            drafts = "with layers of the model itself" if method == MTP else "without a model"
             raise ConfigError(
-                f"speculative_config: {key} is given, but method {method!r} drafts without a model: leave it out, or "
-                f"take method {DRAFT_MODEL!r}"
+                f"speculative_config: {key} is given, but method {method!r} drafts {drafts}: leave it out, or "
+                f"take method {' or '.join(map(repr, _WITH_MODEL))}"
             )
 
 

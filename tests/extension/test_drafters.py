@@ -90,5 +90,7 @@ def test_drafts_change_no_token(kind: str, limits: dict[str, int], monkeypatch: 
 
 def test_an_unknown_method_is_refused_with_those_that_there_are() -> None:
     core, _ = fake_core()
-    with pytest.raises(ConfigError, match="speculation method is 'eagle', must be one of draft_model, ngram, suffix"):
+    with pytest.raises(
+        ConfigError, match="speculation method is 'eagle', must be one of draft_model, eagle3, mtp, ngram, suffix"
+    ):
         core.draft_with(Speculation("eagle", 3))

@@ -161,6 +161,24 @@ class Mtp:
         self._body = _with(self._body, folder / "body", own)
         self._body.lm_head.weight = self.target.lm_head.weight
 
+    @staticmethod
+    def rewrite(folder: Path, scales: Mapping[str, float], eh_proj: Tensor) -> None:
+        """Writes the files of `folder` anew: tensors with these parts in their names times so much, norms of ones, and
+        a head whose row of a token is another one's embedding, so that the token that follows depends on the last."""
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            for part, scale in scales.items():
+                if part in name:
+                    tensor.mul_(scale)
+            if name.endswith("eh_proj.weight"):
+                tensor.copy_(eh_proj)
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.roll(7, dims=0).contiguous()
+        save_file(tensors, path)
+
     def rows(self, embeddings: Tensor, features: Tensor, num_chained: int) -> Rows:
         """As `eagle3_rows`."""
         states = features

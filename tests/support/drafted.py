@@ -16,6 +16,8 @@ from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerCo
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import load_engine
+from allspan.worker.models.model import Model
+from allspan.worker.models.spec import HeadSpec
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.asking import DrafterFacts
@@ -84,7 +86,8 @@ def play(
         core.grammars.load_tokenizer = byte_tokenizer
         cores[rank] = core
         if rank == 0 and asks is not None:
-            core.draft_with(asks, drafter=DrafterFacts(drafter.max_model_len) if drafter else None)
+            facts = None if drafter is None else DrafterFacts(drafter.max_model_len, follows=is_head(drafter))
+            core.draft_with(asks, drafter=facts)
         for each in copy.deepcopy([*(requests or asked()), *(later if rank else ())]):
             core.submit(each)
         world.barrier.wait(60)
@@ -107,6 +110,11 @@ def play(
     if drafting := cores[0]._planner.scheduler.drafting:
         assert (drafting._proposed, drafting._acceptance._requests) == ({}, {})
     return collected.outputs, cores[0]._planner.scheduler.counters
+
+
+def is_head(drafter: Model) -> bool:
+    """Whether it takes in every step of the model that it drafts for."""
+    return isinstance(drafter.spec, HeadSpec)
 
 
 def told(outputs: dict[bytes, Output]) -> dict[bytes, tuple[object, ...]]:

@@ -28,13 +28,14 @@ from allspan.worker.cache.kv import KVCache
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.cache.tiers import HostPages, Tiers
 from allspan.worker.engine.core import EngineCore
-from allspan.worker.engine.drafter import load_drafter
+from allspan.worker.engine.drafter import LoadedHead, load_drafter
 from allspan.worker.engine.operations import OnOperation
+from allspan.worker.engine.steps.draft_head import DraftHead
 from allspan.worker.engine.steps.draft_model import DraftModel
 from allspan.worker.engine.steps.step_times import step_times
 from allspan.worker.engine.weights import AllWeights, Weights
 from allspan.worker.load.attention_ranks import attention_place
-from allspan.worker.load.draft_model import PreparedDraft, prepare_draft
+from allspan.worker.load.draft_heads import PreparedDrafter, prepare_drafter
 from allspan.worker.load.expert_moves import ExpertMoves
 from allspan.worker.load.loader import Prepared, load_model
 from allspan.worker.load.score_head import ScoreHead
@@ -96,28 +97,29 @@ def load_engine(
     model, cache, most = config.model, config.cache, config.scheduler
     backend = open_backend(model.device, config.service.watchdog_timeout)
     logits, tensors = most_logits_rows(most.max_num_seqs), backend.capabilities.tensors
-    draft: PreparedDraft | None = None
+    draft: PreparedDrafter | None = None
 
     def check_room(prepared: Prepared) -> None:
         nonlocal draft
         _check_placements(prepared.holding, world)
         adapter_bytes = check_adapters(prepared.holding, config.adapters, tensors)
-        draft = prepare_draft(config, prepared.max_model_len, collectives.rank, collectives.size)
+        draft = prepare_drafter(config, prepared, collectives.rank, collectives.size)
         _check_room(config, prepared, draft, adapter_bytes, backend.room(config.parallel.cpus), ranks_on_node)
         await_others()  # a rank that reads already leaves less to those that look
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
+    drafter = load_drafter(draft, config, loaded, ops, collectives, on_progress)
     adapters = open_adapters(loaded, config.adapters, tensors, collectives, _packer_beside(ops, loaded.holding))
     head = _score_head(model, loaded, world.rank)
-    drafter = load_drafter(draft, config, ops, collectives, on_progress)
     await_others()
-    lifetimes, own = [group.lifetime for group in loaded.cache_groups], attention_place(model, collectives)
+    cache_groups = (*loaded.cache_groups, *(drafter.model.cache_groups if drafter else ()))
+    own_groups = cache_groups if isinstance(drafter, LoadedHead) else loaded.cache_groups
+    lifetimes, own = [group.lifetime for group in own_groups], attention_place(model, collectives)
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs, own)
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     sampling = backend.sampling(most.max_num_seqs, width, ops)
     step_bytes = backend.warm_up(loaded, sizes, sampling)
     await_others()  # what a rank takes for that is not there for good
-    cache_groups = (*loaded.cache_groups, *(drafter.model.cache_groups if drafter else ()))
     host, room = _host_pages(config, backend, cache_groups, world), backend.room(config.parallel.cpus)
     limits = loaded.max_model_len, most.max_num_seqs, room, ranks_on_node, step_bytes, most.max_num_batched_tokens
     counts = agreed_pages(config, CacheDemand(group_demands(cache_groups), *limits), world)
@@ -125,7 +127,7 @@ def load_engine(
     loaded.bind_cache(*kv[: len(loaded.cache_groups)])
     drafts = drafter.open(config, kv[len(loaded.cache_groups) :], backend, ops, collectives) if drafter else None
     eos, parts = ends_of(model, loaded.spec), StepParts(backend.step_inputs(sizes, loaded), sampling, adapters, drafts)
-    groups, tiers = _group_limits(cache_groups, loaded, counts, host), Tiers(kv, host) if host else None
+    groups, tiers = _group_limits(cache_groups, loaded, drafts, counts, host), Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
     records = collectives.capabilities.is_capturable and not model.enforce_eager
     steps = _recorded(backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat))
@@ -144,7 +146,11 @@ def _recorded(steps: DeviceSteps | None) -> DeviceSteps | None:
 
 
 def _draft(
-    core: EngineCore, config: WorkerConfig, model: Model, drafter: DraftModel | None, collectives: Collectives
+    core: EngineCore,
+    config: WorkerConfig,
+    model: Model,
+    drafter: DraftModel | DraftHead | None,
+    collectives: Collectives,
 ) -> None:
     """Has the leader draft tokens where the configuration asks for it; all ranks time steps for that."""
     if (asked := speculation_of(config)) is None:
@@ -154,7 +160,7 @@ def _draft(
     facts: DrafterFacts | None = None
     if drafter is not None:
         times = step_times(drafter.trial, drafter.model, collectives, core.limits)
-        facts = DrafterFacts(drafter.max_model_len, times)
+        facts = DrafterFacts(drafter.max_model_len, times, drafter.follows)
     if core.is_leader:
         core.draft_with(asked, seconds, facts)
 
@@ -202,12 +208,17 @@ def _score_head(config: ModelConfig, model: Model, rank: int) -> ScoreHead:
 
 
 def _check_room(
-    config: WorkerConfig, prepared: Prepared, draft: PreparedDraft | None, more_bytes: int, room: Room, ranks: int
+    config: WorkerConfig,
+    prepared: Prepared,
+    draft: PreparedDrafter | None,
+    more_bytes: int,
+    room: Room,
+    ranks: int,
 ) -> None:
     """Raises ConfigError for weights, or a context, that do not fit. A context that cannot fit is refused before the
     tables of its positions are made."""
     if draft is not None:
-        prepared, more_bytes = draft.beside(prepared), more_bytes + draft.prepared.weight_bytes
+        prepared, more_bytes = draft.beside(prepared), more_bytes + draft.weight_bytes
     check_weights_fit(prepared.weight_bytes + more_bytes, room, ranks)
     groups, most = group_demands(prepared.cache_groups), config.scheduler.max_num_seqs
     num_kv_pages(config.cache, CacheDemand(groups, prepared.max_model_len, most, room, ranks))
@@ -283,13 +294,24 @@ def _on_operation(
 
 
 def _group_limits(
-    groups: Sequence[CacheGroup], model: Model, counts: Sequence[int], host: Sequence[HostPages]
+    groups: Sequence[CacheGroup],
+    model: Model,
+    drafter: DraftModel | DraftHead | None,
+    counts: Sequence[int],
+    host: Sequence[HostPages],
 ) -> tuple[GroupLimits, ...]:
     """What the scheduler knows of the cache groups, of which those behind the model's are a drafter's; `counts`: pages
     of each."""
     num_host_pages, num_own = host[0].num_pages if host else 0, len(model.cache_groups)
+    follows = drafter is not None and drafter.follows
     return tuple(
-        GroupLimits(count, group.lifetime, num_host_pages, is_drafter=number >= num_own)
+        GroupLimits(
+            count,
+            group.lifetime,
+            num_host_pages,
+            is_drafter=number >= num_own and not follows,
+            is_head=number >= num_own and follows,
+        )
         for number, (group, count) in enumerate(zip(groups, counts, strict=True))
     )
 

@@ -12,6 +12,7 @@ from allspan.protos.config.converted_manifest import is_converted
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
 from allspan.protos.config.speculation import DRAFT_MODEL, Speculation, speculation_of
 from allspan.protos.text.vocabularies import first_difference
+from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.quant.instant import SCHEMES
 
@@ -25,9 +26,17 @@ class PreparedDraft:
     config: ModelConfig
     prepared: Prepared
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.prepared.weight_bytes
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return self.prepared.cache_groups
+
     def beside(self, model: Prepared) -> Prepared:
         """The other model with the cache groups of this one behind its own."""
-        return replace(model, cache_groups=(*model.cache_groups, *self.prepared.cache_groups))
+        return replace(model, cache_groups=(*model.cache_groups, *self.cache_groups))
 
 
 def prepare_draft(config: WorkerConfig, max_model_len: int, rank: int, size: int) -> PreparedDraft | None:
@@ -36,7 +45,7 @@ def prepare_draft(config: WorkerConfig, max_model_len: int, rank: int, size: int
     asked = speculation_of(config)
     if asked is None or asked.method != DRAFT_MODEL:
         return None
-    _check_ranks(asked, config.model, size)
+    check_sharing(asked, config.model, size)
     own = _config_of(asked, config.model)
     try:
         longest = prepare(own, config.cache, rank, size).max_model_len
@@ -70,7 +79,7 @@ def _config_of(asked: Speculation, model: ModelConfig) -> ModelConfig:
     )
 
 
-def _check_ranks(asked: Speculation, model: ModelConfig, size: int) -> None:
+def check_sharing(asked: Speculation, model: ModelConfig, size: int) -> None:
     """Raises ConfigError for ranks that cannot share the model that drafts."""
     ranks = asked.draft_tensor_parallel_size
     if ranks and ranks != size:

@@ -33,7 +33,7 @@ from allspan.worker.cache.budget import (
     pages_of,
 )
 from allspan.worker.load.attention_ranks import check_attention
-from allspan.worker.load.draft_model import PreparedDraft, prepare_draft
+from allspan.worker.load.draft_heads import PreparedDrafter, prepare_drafter
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.layout import cache_groups, layer_pieces
@@ -116,7 +116,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     """
     prepared = _prepared(config, num_ranks)
     first = prepared[0]
-    drafts = [prepare_draft(config, first.max_model_len, rank, num_ranks) for rank in range(num_ranks)]
+    drafts = [prepare_drafter(config, each, rank, num_ranks) for rank, each in enumerate(prepared)]
     held = [draft.beside(each) if draft else each for each, draft in zip(prepared, drafts, strict=True)]
     page_bytes = [sum(group.spec.bytes_per_page for group in rank.cache_groups) for rank in held]
     widest, widest_groups = max(page_bytes), _widest(held)
@@ -167,7 +167,10 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
 
 
 def _token_kv(
-    config: ModelConfig, prepared: Sequence[Prepared], drafts: Sequence[PreparedDraft | None], page_size: int
+    config: ModelConfig,
+    prepared: Sequence[Prepared],
+    drafts: Sequence[PreparedDrafter | None],
+    page_size: int,
 ) -> TokenKv:
     """See `TokenKv`."""
     shards, spec = [each.holding.shard for each in prepared], prepared[0].source.spec
@@ -179,7 +182,7 @@ def _token_kv(
     shared = sum(token_bytes(make_shard(each.rank, each.size, each.stage)) for each in shards)
     whole = token_bytes(make_shard(0, 1))
     is_apart, may_be = shards[0].attends_apart, _may_attend_apart(config, prepared[0])
-    groups = [draft.prepared.cache_groups if draft else () for draft in drafts]
+    groups = [draft.cache_groups if draft else () for draft in drafts]
     drafting = [sum(group.spec.bytes_per_page for group in each) // page_size for each in groups]
     most = max(own + more for own, more in zip(map(token_bytes, shards), drafting, strict=True))
     return TokenKv(most, (whole if is_apart else shared) + sum(drafting), shared - whole if may_be else 0)
@@ -210,7 +213,7 @@ def _prepared(config: WorkerConfig, num_ranks: int) -> list[Prepared]:
 def _rank_memory(
     rank: int,
     prepared: Prepared,
-    draft: PreparedDraft | None,
+    draft: PreparedDrafter | None,
     config: WorkerConfig,
     pages: Sequence[int],
     host_pages: int,
@@ -230,10 +233,10 @@ def _rank_memory(
     )
 
 
-def _weight_bytes(prepared: Prepared, draft: PreparedDraft | None, config: WorkerConfig) -> int:
-    """The bytes of a rank's weights, with the slots of its adapters and the weights of a model that drafts."""
+def _weight_bytes(prepared: Prepared, draft: PreparedDrafter | None, config: WorkerConfig) -> int:
+    """The bytes of a rank's weights, with the slots of its adapters and the weights of what drafts."""
     device = open_backend(config.model.device).capabilities.tensors
-    more = draft.prepared.weight_bytes if draft else 0
+    more = draft.weight_bytes if draft else 0
     return prepared.weight_bytes + more + bytes_of_adapters(prepared.holding, config.adapters, device)
 
 

@@ -7,7 +7,7 @@ import pytest
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.config_json import check
 from allspan.protos.config.settings import ModelConfig, ParallelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
-from allspan.protos.config.speculation import Speculation, parse_speculation, with_draft_model
+from allspan.protos.config.speculation import MODEL_TOKENS, Speculation, parse_speculation, with_draft_model
 
 
 def test_no_text_asks_for_none_and_an_empty_object_for_the_defaults() -> None:
@@ -31,9 +31,11 @@ def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple
     ("text", "why"),
     [
         ("[1]", "must be a JSON object; write it as"),
-        ('{"method": "eagle3"}', "method is 'eagle3', must be one of suffix, ngram, draft_model"),
+        ('{"method": "medusa"}', "method is 'medusa', must be one of suffix, ngram, draft_model, eagle3, mtp"),
         ('{"drafter": "x"}', "has the key 'drafter', known are method, num_speculative_tokens"),
         ('{"method": "draft_model"}', "model is missing, which method 'draft_model' drafts with; write it as"),
+        ('{"method": "eagle3"}', "model is missing, which method 'eagle3' drafts with; write it as"),
+        ('{"method": "mtp", "model": "x"}', "model is given, but method 'mtp' drafts with layers of the model itself"),
         ('{"method": "ngram", "model": "x"}', "model is given, but method 'ngram' drafts without a model"),
         ('{"quantization": "a8w8"}', "quantization is given, but method 'suffix' drafts without a model"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0, must be from 1 to 63"),
@@ -60,8 +62,15 @@ def test_the_model_that_drafts_is_found_once() -> None:
     asks = '{"model": "small", "num_speculative_tokens": 3}'
     found = with_draft_model(asks, lambda name: f"/models/{name}")
     assert parse_speculation(found) == Speculation("draft_model", 3, 5, 5, model="/models/small")
-    for other in ("", "{}", '{"method": "ngram"}'):
+    head = with_draft_model('{"method": "eagle3", "model": "head"}', lambda name: f"/models/{name}")
+    assert parse_speculation(head) == Speculation("eagle3", MODEL_TOKENS, 5, 5, model="/models/head")
+    for other in ("", "{}", '{"method": "ngram"}', '{"method": "mtp"}'):
         assert with_draft_model(other, lambda name: name + "!") == other
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp"])
+def test_a_layer_for_multi_token_prediction_is_asked_for_by_either_name(method: str) -> None:
+    assert parse_speculation(f'{{"method": "{method}"}}') == Speculation("mtp", MODEL_TOKENS, 5, 5)
 
 
 @pytest.mark.parametrize(

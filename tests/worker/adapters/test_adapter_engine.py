@@ -14,6 +14,7 @@ from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.models.holding import Holding
 from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from support.draft_heads import save_eagle3
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny
 
@@ -132,3 +133,19 @@ def test_drafts_change_no_bit_under_any_adapter(adapted: Adapted, method: str) -
                 engine.release_request(handle)
         told = engine.statistics()
     assert told.accepted_tokens > (0.5 if method == "suffix" else 0.1) * len(wanted) * COUNT
+
+
+def test_a_draft_head_changes_no_bit_under_any_adapter(adapted: Adapted, tmp_path: Path) -> None:
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+    save_eagle3(tmp_path, 97, 40, width=96, wide=96, **layers)
+    wanted = [(name, ids) for ids in SHORT for name in NAMES]
+    with adapted.engine(speculative_config=json.dumps({"method": "eagle3", "model": str(tmp_path)})) as engine:
+        plain = [
+            engine.generate([ids], GREEDY, RequestOptions(adapter=name, speculation=False))[0] for name, ids in wanted
+        ]
+        engine._core.draft_with(Speculation("eagle3", 4), drafter=DrafterFacts(64, follows=True))
+        drafted = [engine.generate([ids], GREEDY, RequestOptions(adapter=name))[0] for name, ids in wanted]
+        assert engine.statistics().drafts > len(wanted)
+    for (name, ids), expected, found in zip(wanted, plain, drafted, strict=True):
+        assert expected.token_ids == adapted.tokens(name, ids), name
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)

@@ -126,7 +126,7 @@ def test_damaged_heads_are_refused_by_name(
 
 def test_other_settings_that_cannot_be_had_are_refused_by_name(target: Path, tmp_path: Path) -> None:
     save_eagle3(tmp_path, 97, 40)
-    with pytest.raises(ConfigError, match="quantization 'fp3' is not known"):
+    with pytest.raises(ConfigError, match="quantization 'fp3' is not known for a head"):
         eagle3(target, tmp_path, quantization="fp3")
     with pytest.raises(ConfigError, match="ranks 7 is more than the model's 6 query heads"):
         eagle3(target, tmp_path, size=7)
@@ -136,3 +136,14 @@ def test_other_settings_that_cannot_be_had_are_refused_by_name(target: Path, tmp
         ConfigError, match=r"method is mtp, but .* has no layer for multi-token prediction behind its 6"
     ):
         prepare_mtp(config, prepared)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_an_embedding_that_is_the_targets_is_not_held_twice(target: Path, tmp_path: Path, is_copy: bool) -> None:
+    save_eagle3(tmp_path, 97, 40)
+    without, file = eagle3(target, tmp_path).weight_bytes, tmp_path / "model.safetensors"
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    save_file(load_file(file) | {"embed_tokens.weight": embedding + (not is_copy)}, file)
+    head = eagle3(target, tmp_path)
+    assert head.spec.has_embedding is not is_copy
+    assert (head.weight_bytes > without) is not is_copy

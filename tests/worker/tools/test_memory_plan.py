@@ -15,11 +15,13 @@ from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
+from allspan.worker.load.draft_heads import prepare_drafter
 from allspan.worker.load.loader import load_model, prepare
 from allspan.worker.models.decoder import build_decoder
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.program.program import Interpreter, Rows, buffer_bytes
 from allspan.worker.tools.memory_plan import main, plan_memory
+from support.draft_heads import save_eagle3
 from support.released_configs import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
@@ -181,6 +183,20 @@ def test_a_model_that_drafts_takes_its_weights_and_its_pages(tmp_path: Path) -> 
         assert planned.kv_bytes_per_page == sum(each.kv_bytes_per_page for each in parts)
     assert both.token_kv.every_rank == sum(each.token_kv.every_rank for each in alone)
     assert both.model == alone[0].model
+
+
+def test_a_draft_head_takes_its_weights_and_its_pages(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "qwen2", hidden_size=60, num_hidden_layers=6)
+    save_eagle3(tmp_path / "head", 97, 40)
+    alone = plan_memory(config_for(tmp_path / "model"), 2, Room(ROOM), 2)
+    asks = json.dumps({"method": "eagle3", "model": str(tmp_path / "head")})
+    config = replace(config_for(tmp_path / "model"), scheduler=SchedulerConfig(3, speculative_config=asks))
+    both = plan_memory(config, 2, Room(ROOM), 2)
+    for rank, planned in enumerate(both.ranks):
+        head = prepare_drafter(config, prepare(config.model, config.cache, rank, 2), rank, 2)
+        assert head is not None
+        assert planned.weight_bytes == alone.ranks[rank].weight_bytes + head.weight_bytes
+        assert planned.kv_bytes_per_page > alone.ranks[rank].kv_bytes_per_page
 
 
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

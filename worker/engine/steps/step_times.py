@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.scheduler.limits import Limits
 from allspan.worker.step.inputs import StepInputs
-from allspan.worker.step.model import StepModel
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROUNDS = 16
@@ -19,8 +20,14 @@ LEAST_STEPS, MOST_SECONDS = 4, 3.0
 """The steps that are timed at least, and the seconds after which no more are."""
 
 
+class Timed(Protocol):
+    """What is timed: a StepModel, or a draft head."""
+
+    def forward(self, inputs: StepInputs) -> Tensor: ...
+
+
 def step_times(
-    trial: Callable[[int], StepInputs], model: StepModel, collectives: Collectives, limits: Limits
+    trial: Callable[[int], StepInputs], model: Timed, collectives: Collectives, limits: Limits
 ) -> dict[int, float]:
     """Returns for some numbers of tokens of one request, of which `trial` makes the inputs, the seconds of a forward
     pass on the slowest rank: the least of several rounds, and of large numbers only where there is time. All ranks call

@@ -37,6 +37,8 @@ _IN_LAYER = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+EMBEDDING = "embedding.weight"
+"""The canonical name of the embedding."""
 TARGET_IDS = "d2t"
 """The tensor with what is to be added to an id of the head for that of its target."""
 SKIPPED = TARGET_IDS, "t2d", "verifier_"
@@ -79,7 +81,7 @@ def read_eagle3(config: ForeignConfig, target: ModelSpec, names: Collection[str]
     layers = (LayerSpec(attention, mlp, Norms(None), Norms(norm)),)
     own = model_spec(layer.changed({"tie_word_embeddings": False}), "eagle3", layers, target.max_position_embeddings)
     weights, vocabulary = eagle3_weights(names), config.size("draft_vocab_size", own.vocab_size)
-    has_embedding = weights.foreign("embedding.weight", "hugging_face") in names
+    has_embedding = weights.foreign(EMBEDDING, "hugging_face") in names
     spec = HeadSpec(
         **{field.name: getattr(own, field.name) for field in fields(ModelSpec)} | {"vocab_size": vocabulary},
         reads=FusedFeatures(

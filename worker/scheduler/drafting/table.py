@@ -13,7 +13,7 @@ from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 
 DRAFTERS: dict[str, Callable[[Speculation], Sequence[Drafter]]] = {
-    "draft_model": lambda asked: (ForcedTokens(), RankDrafts()),
+    **dict.fromkeys(("draft_model", "eagle3", "mtp"), lambda asked: (ForcedTokens(), RankDrafts())),
     "ngram": lambda asked: (NgramDrafter(asked),),
     "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked)),
 }
