@@ -4,7 +4,7 @@ rows of the same token ids give equal tokens."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AdapterNotFound, InvalidRequest
 from allspan.worker.adapters.registry import AdapterRegistry
+from allspan.worker.adapters.staged import StagedAdapter
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
@@ -67,18 +68,18 @@ class Fixed:
 
     writes_beside_steps = True
 
-    def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
-        return {}
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> StagedAdapter:
+        return StagedAdapter({}, "")
 
-    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
-        assert not staged
+    def write(self, slot: int, staged: StagedAdapter) -> None:
+        assert not staged.tensors
 
 
 def rich_core(pages: int = 64, **scheduler: int) -> EngineCore:
     settings, model = config(**scheduler), Rich(pages)
     registry = AdapterRegistry(Fixed(), LocalCollectives(), "", keeps_copies=False)
     for slot in range(2):
-        registry.take(AdapterModule(f"adapter {slot}", "", digest=slot), slot, {})
+        registry.take(AdapterModule(f"adapter {slot}", "", digest=slot), slot, StagedAdapter({}, ""))
     parts = replace(host_parts(settings, model.max_model_len), adapters=registry)
     return EngineCore(settings, model, pages, LocalCollectives(), parts)
 

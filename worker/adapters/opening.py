@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from allspan.protos.config.adapters import most_adapters, most_slots, parse_modu
 from allspan.protos.config.settings import AdapterConfig
 from allspan.worker.adapters.registry import AdapterRegistry
 from allspan.worker.adapters.slots import AdapterSlots
+from allspan.worker.adapters.staged import difference
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.model import Model
 from allspan.worker.models.shard import WHOLE
+from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.step.backend import HOST
 
@@ -45,21 +47,34 @@ def check_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
 
 
 def open_adapters(
-    model: Model, config: AdapterConfig, device: str, collectives: Collectives, packer: Packer
+    model: Model,
+    config: AdapterConfig,
+    device: str,
+    collectives: Collectives,
+    packer: Packer,
+    await_others: Callable[[], None],
 ) -> AdapterRegistry | None:
     """Reads adapter i of the list into slot i, or into host memory behind the last slot, and has the model's requests
-    take adapters; None where it is to take none. `packer` must not be the one of the steps. Raises ConfigError as
-    `bytes_of_adapters` does, and for an adapter that cannot be read, naming it."""
+    take adapters; None where it is to take none. `packer` must not be the one of the steps; `await_others` waits for
+    the other ranks, however long they read. Raises ConfigError as `bytes_of_adapters` does, and naming it for an
+    adapter that cannot be read, or that ranks have read differently."""
     slots = _slots(model.holding, config, device, packer)
     if slots is None:
         return None
     begun, modules = time.monotonic(), parse_modules(config)
     slots.allocate(device)
     registry = AdapterRegistry(slots, collectives, config.lora_dir, _num_copies(config) > 0)
+    checksums: list[str] = []
     for number, module in enumerate(modules):
         with _named(module):
-            slot = number if number < slots.num_slots else -1
-            registry.take(module.loaded(), slot, slots.stage(_folder(module)))
+            slot, staged = number if number < slots.num_slots else -1, slots.stage(_folder(module))
+        registry.take(module.loaded(), slot, staged)
+        checksums.append(staged.checksum)
+    await_others()
+    for module, checksum in zip(modules, checksums, strict=True):
+        with _named(module):
+            if problem := difference(exchange(checksum, collectives)):
+                raise CheckpointError(problem)
     model.add_adapters(slots)
     logger.info(
         "adapters: %s of rank up to %d, %.1f MiB, %d read in %.1f s",

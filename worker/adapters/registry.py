@@ -7,26 +7,23 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AllspanError, CheckpointError, InternalError, InvalidRequest, from_code
 from allspan.worker.adapters.allowed_paths import resolved_folder
+from allspan.worker.adapters.staged import StagedAdapter, difference
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 
 logger = logging.getLogger(__name__)
 
-Staged = Mapping[str, Tensor]
-"""An adapter in host memory: what a slot of each tensor is to hold."""
-_WAITS = "waits"
+_WAITS, _READ = "waits", "read"
 
 
 class SlotStore(Protocol):
@@ -36,10 +33,10 @@ class SlotStore(Protocol):
     def writes_beside_steps(self) -> bool:
         """Whether a slot that no step reads may be written from another thread while steps run."""
 
-    def stage(self, path: Path, goes_on: Callable[[], bool]) -> Staged:
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> StagedAdapter:
         """Reads a folder, beside steps; gives up once `goes_on` says no. Raises CheckpointError."""
 
-    def write(self, slot: int, staged: Staged) -> None:
+    def write(self, slot: int, staged: StagedAdapter) -> None:
         """Writes an adapter into a slot that no step in flight reads, or in order behind such steps."""
 
 
@@ -49,7 +46,7 @@ class _Reading:
 
     module: AdapterModule
     slot: int
-    task: Future[Staged]
+    task: Future[StagedAdapter]
     dropped: threading.Event
 
 
@@ -76,13 +73,13 @@ class AdapterRegistry:
         """The adapters by their digests, in the order in which they were loaded."""
         self._slots, self._collectives = slots, collectives
         self._lora_dir, self._keeps_copies = lora_dir, keeps_copies
-        self._copies: dict[int, Staged] = {}
+        self._copies: dict[int, StagedAdapter] = {}
         self._reading: _Reading | None = None
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._writing = threading.Lock()
         """Held by the reader while it writes: the slot of an adapter that is given up may be another one's next."""
 
-    def take(self, module: AdapterModule, slot: int, staged: Staged, is_written: bool = False) -> None:
+    def take(self, module: AdapterModule, slot: int, staged: StagedAdapter, is_written: bool = False) -> None:
         """Takes an adapter in, which has its digest. `is_written`: it is in its slot already."""
         if slot >= 0 and not is_written:
             self._slots.write(slot, staged)
@@ -106,17 +103,14 @@ class AdapterRegistry:
 
     def add(self) -> bool:
         """Takes in what was read, if all ranks have read it; whether they have. Raises, alike on every rank, what the
-        first that could not read it says."""
+        first that could not read it says, and InvalidRequest where they have not read the same."""
         reading = self._reading
         if reading is None:
             raise InternalError("no adapter is being read")
         told = exchange(_state_of(reading.task), self._collectives)
-        for rank, state in enumerate(told):
-            code, _, message = state.partition("\n")
-            if code and code != _WAITS:
-                self._give_up()
-                where = "" if len(told) == 1 else f"rank {rank}: "
-                raise from_code(code, f"the adapter {reading.module.name!r} cannot be loaded: {where}{message}")
+        if (failure := _failure(told)) is not None:
+            self._give_up()
+            raise from_code(failure[0], f"the adapter {reading.module.name!r} cannot be loaded: {failure[1]}")
         if _WAITS in told:
             return False
         self._reading = None
@@ -143,7 +137,7 @@ class AdapterRegistry:
             self._reading.task.cancel()
         self._reading = None
 
-    def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> Staged:
+    def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> StagedAdapter:
         """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps."""
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -155,16 +149,28 @@ class AdapterRegistry:
         return staged
 
 
-def _state_of(task: Future[Staged]) -> str:
-    """What this rank tells the others: "" once it has read the adapter."""
+def _state_of(task: Future[StagedAdapter]) -> str:
+    """What this rank tells the others: a code, and behind it what was read, or why it could not be."""
     if not task.done():
         return _WAITS
     error = task.exception()
     if error is None:
-        return ""
+        return f"{_READ}\n{task.result().checksum}"
     if type(error) is CheckpointError or isinstance(error, OSError):  # of the caller's folder
         return f"{InvalidRequest.code}\n{error}"
     if isinstance(error, AllspanError):
         return f"{error.code}\n{error.message}"
     logger.error("an adapter cannot be read", exc_info=error)
     return f"{InternalError.code}\n{type(error).__name__}: {error}"
+
+
+def _failure(told: Sequence[str]) -> tuple[str, str] | None:
+    """The code and the message of the first rank that could not read an adapter, or for ranks that read different ones;
+    None where there is nothing, yet."""
+    states = [(code, message) for code, _, message in (each.partition("\n") for each in told)]
+    for rank, (code, message) in enumerate(states):
+        if code not in (_READ, _WAITS):
+            return code, message if len(told) == 1 else f"rank {rank}: {message}"
+    if _WAITS not in told and (problem := difference([checksum for _, checksum in states])):
+        return InvalidRequest.code, problem
+    return None

@@ -17,6 +17,7 @@ from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.packer import Packer, Target
 from allspan.protos.api.errors import AdapterRank, CheckpointError
 from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
+from allspan.worker.adapters.staged import StagedAdapter, checksum_of
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes, layout
 from allspan.worker.models.pieces import Linear, Piece
@@ -26,6 +27,7 @@ from allspan.worker.step.backend import HOST
 from allspan.worker.weights.held_tensor import HeldTensor
 
 _NAMING = "hugging_face"
+_GIVEN_UP = StagedAdapter({}, "")
 _FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -97,28 +99,28 @@ class AdapterSlots:
         self._check(folder)
         return folder
 
-    def stage(self, path: Path, goes_on: Callable[[], bool] = lambda: True) -> dict[str, Tensor]:
-        """Reads a folder of PEFT's into host memory: what `write` puts into a slot, of the tensors by their names; {}
-        where `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
+    def stage(self, path: Path, goes_on: Callable[[], bool] = lambda: True) -> StagedAdapter:
+        """Reads a folder of PEFT's into host memory, for `write` to put it into a slot; one without tensors where
+        `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
         folder = self.check(path)
         found: dict[str, LowRank] = {}
         for module in folder.modules:
             if not goes_on():
-                return {}
+                return _GIVEN_UP
             found[module] = folder.matrices(module, self._holding.dtype)
         staged: dict[str, Tensor] = {}
         for layer in self._layers.values():
             if not goes_on():
-                return {}
+                return _GIVEN_UP
             staged |= self._staged(layer, folder, found)
-        if self.writes_beside_steps:
-            return staged
-        return {name: tensor.pin_memory() for name, tensor in staged.items()}  # `write` waits for no copy to a GPU
+        if not self.writes_beside_steps:  # `write` waits for no copy to a GPU
+            staged = {name: tensor.pin_memory() for name, tensor in staged.items()}
+        return StagedAdapter(staged, checksum_of(found))
 
-    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+    def write(self, slot: int, staged: StagedAdapter) -> None:
         """Puts an adapter into a slot that no step which may still run reads; on a GPU behind the steps that are queued
         and before those to come."""
-        for name, tensor in staged.items():
+        for name, tensor in staged.tensors.items():
             self.tensors[name][slot].copy_(tensor, non_blocking=True)
 
     def load(self, slot: int, path: Path) -> None:

@@ -109,7 +109,7 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     drafter = load_drafter(draft, config, loaded, ops, collectives, on_progress)
-    adapters = open_adapters(loaded, config.adapters, tensors, collectives, _packer_beside(ops, loaded.holding))
+    adapters = open_adapters(loaded, config.adapters, tensors, world, _packer_beside(ops, loaded.holding), await_others)
     head = _score_head(model, loaded, world.rank)
     await_others()
     cache_groups = (*loaded.cache_groups, *(drafter.model.cache_groups if drafter else ()))

@@ -162,6 +162,17 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused_and_ends_no_process(adap
         folder.matrices(next(iter(folder.modules)), torch.float32)
 
 
+def test_a_checksum_is_of_every_number_and_of_the_scale(adapter: Path, base: tuple[Any, Path]) -> None:
+    slots, config = slots_of(base[1]), adapter / "adapter_config.json"
+    found = [slots.stage(adapter).checksum for _ in range(2)]
+    assert found[0] == found[1]
+    changed(adapter, lambda tensors: tensors[f"{Q}.lora_A.weight"][7, 95].add_(1e-3))
+    found.append(slots.stage(adapter).checksum)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 13}))
+    found.append(slots.stage(adapter).checksum)
+    assert len({*found}) == 3
+
+
 def test_scales_follow_the_first_pattern_that_matches(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     values = {

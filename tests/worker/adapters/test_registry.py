@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AdapterRank, AllspanError, CheckpointError, InternalError, InvalidRequest
 from allspan.worker.adapters.registry import AdapterRegistry, load_argument
+from allspan.worker.adapters.staged import StagedAdapter
 from support.threads import ThreadWorld
 from support.waiting import wait_until
 
@@ -20,7 +20,8 @@ MODULE = AdapterModule("sql", "/adapters/sql", digest=77)
 
 
 class Slots:
-    """Slots of no size: `failure` is what reading raises, `may_end` lets it end, `may_write` writing."""
+    """Slots of no size: `failure` is what reading raises, `checksum` is of what it reads, `may_end` lets it end,
+    `may_write` writing."""
 
     def __init__(self) -> None:
         self.writes_beside_steps = False
@@ -28,30 +29,31 @@ class Slots:
         self.may_write.set()
         self.is_reading, self.is_writing = threading.Event(), threading.Event()
         self.failure: Exception | None = None
+        self.checksum = "a"
         self.may_end = threading.Event()
         self.may_end.set()
         self.written: list[int] = []
         self.given_up = False
 
-    def stage(self, path: Path, goes_on: Callable[[], bool]) -> dict[str, Tensor]:
+    def stage(self, path: Path, goes_on: Callable[[], bool]) -> StagedAdapter:
         assert path == Path(MODULE.path)
         self.is_reading.set()
         assert self.may_end.wait(10)
         self.given_up = not goes_on()
         if self.failure is not None:
             raise self.failure
-        return {}
+        return StagedAdapter({}, self.checksum)
 
-    def write(self, slot: int, staged: Mapping[str, Tensor]) -> None:
+    def write(self, slot: int, staged: StagedAdapter) -> None:
         self.is_writing.set()
         assert self.may_write.wait(10)
         self.written.append(slot)
 
 
 class World:
-    def __init__(self, keeps_copies: bool = True) -> None:
-        collectives = ThreadWorld(2).collectives
-        self.slots = [Slots(), Slots()]
+    def __init__(self, keeps_copies: bool = True, size: int = 2) -> None:
+        collectives = ThreadWorld(size).collectives
+        self.slots = [Slots() for _ in range(size)]
         self.ranks = [
             AdapterRegistry(slots, each, "", keeps_copies) for slots, each in zip(self.slots, collectives, strict=True)
         ]
@@ -71,7 +73,7 @@ class World:
             except AllspanError as error:
                 return error
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(one, self.ranks))
 
     def known(self) -> list[list[int]]:
@@ -117,6 +119,25 @@ def test_an_adapter_that_one_rank_cannot_read_is_refused_on_all_with_its_reason(
     world.slots[1].failure = None
     world.read()
     assert (world.add(), world.known()) == ([True, True], [[77], [77]])
+
+
+def test_ranks_that_have_read_different_files_are_named_and_none_has_the_adapter() -> None:
+    world = World(size=3)
+    world.slots[1].checksum = world.slots[2].checksum = "b"
+    world.slots[1].may_end.clear()
+    world.read()
+    assert world.add() == [False] * 3  # the one that differs is known once all have read
+    world.slots[1].may_end.set()
+    world.ranks[1].wait(10)
+    told = world.add()
+    assert [type(each) for each in told] == [InvalidRequest] * 3
+    assert "the adapter 'sql' cannot be loaded: ranks 1, 2 read other matrices than rank 0" in str(told[0])
+    assert (world.known(), [slots.written for slots in world.slots]) == ([[]] * 3, [[]] * 3)
+    assert [type(each) for each in world.add()] == [InternalError] * 3  # nothing is being read any more
+    for slots in world.slots:
+        slots.checksum = "b"
+    world.read()
+    assert (world.add(), world.known()) == ([True] * 3, [[77]] * 3)
 
 
 def test_reading_that_is_given_up_ends_early_and_leaves_nothing() -> None:
