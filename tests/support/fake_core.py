@@ -15,31 +15,34 @@ from allspan.worker.scheduler.request import Request
 
 
 class FakeAdapters:
-    """See `LiveAdapters`. `rejection`, once set, is raised by `load` and `unload`."""
+    """See `LiveAdapters`. `rejection`, once set, is raised by `load` and `unload`; loads end once `may_load` is set."""
 
     def __init__(self, calls: list[str]) -> None:
         self.modules = [AdapterModule("sql", "/a", digest=8), AdapterModule("b", "/c", "tiny", 9)]
         self.version = 0
         self.rejection: AllspanError | None = None
         self.num_requests = 0
+        self.may_load = threading.Event()
+        self.may_load.set()
         self._calls = calls
 
     def listed(self) -> tuple[int, tuple[AdapterModule, ...]]:
         return self.version, tuple(self.modules)
 
     def load(self, module: AdapterModule, timeout: float) -> None:
+        assert self.may_load.wait(10)
         if self.rejection is not None:
             raise self.rejection
         self.modules.append(module)
         self.version += 1
-        self._calls.append(f"load {module.name} {timeout:g}")
+        self._calls.append(f"load {module.name} {timeout:.1f}")
 
     def unload(self, name: str, timeout: float) -> int:
         if self.rejection is not None:
             raise self.rejection
         self.modules = [module for module in self.modules if module.name != name]
         self.version += 1
-        self._calls.append(f"unload {name} {timeout:g}")
+        self._calls.append(f"unload {name} {timeout:.1f}")
         return self.num_requests
 
 

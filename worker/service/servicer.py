@@ -29,6 +29,7 @@ from allspan.worker.sampling.grammar_cache import COMPILE_S, Grammars, took_too_
 from allspan.worker.scheduler.counters import Load
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.scheduler.request import Request
+from allspan.worker.service.call_queue import CallQueue
 from allspan.worker.service.leader_news import TOKEN_IDS, LeaderNews, PageEventStream, check_page_events
 from allspan.worker.service.leases import Lease, Leases
 from allspan.worker.service.load_reader import LoadReader
@@ -170,6 +171,7 @@ class RankServicer(WorkerServicer):
         }
         self._model = config.model
         self._epoch, self._lora_dir = config.service.epoch, config.adapters.lora_dir
+        self._loads, self._unloads = CallQueue("loads of adapters"), CallQueue("unloads of adapters")
         self._news: dict[str, LeaderNews] = {}
         """What each open stream is told, by its client's id."""
 
@@ -266,10 +268,10 @@ class RankServicer(WorkerServicer):
 
     @translated
     async def LoadAdapter(self, message: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterReply:
-        """InvalidRequest on a follower; else what `LiveAdapters.load` raises."""
+        """InvalidRequest on a follower; QueueFull for too many at once; else what `LiveAdapters.load` raises."""
         self._check_leader()
-        adapter = adapter_from_wire(message.adapter)
-        await asyncio.to_thread(self._core.adapters.load, adapter, _timeout_s(message.timeout_s))
+        load = functools.partial(self._core.adapters.load, adapter_from_wire(message.adapter))
+        await self._loads.run(load, _timeout_s(message.timeout_s))
         self._tell_all()
         return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()))
 
@@ -277,9 +279,10 @@ class RankServicer(WorkerServicer):
     async def UnloadAdapter(
         self, message: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.AdapterReply:
-        """InvalidRequest on a follower; else what `LiveAdapters.unload` raises."""
+        """InvalidRequest on a follower; QueueFull for too many at once; else what `LiveAdapters.unload` raises."""
         self._check_leader()
-        left = await asyncio.to_thread(self._core.adapters.unload, message.name, _timeout_s(message.timeout_s))
+        unload = functools.partial(self._core.adapters.unload, message.name)
+        left = await self._unloads.run(unload, _timeout_s(message.timeout_s))
         self._tell_all()
         return pb.AdapterReply(adapters=adapters_to_wire(*self._core.adapters.listed()), num_requests=left)
 

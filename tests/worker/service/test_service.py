@@ -18,6 +18,7 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.convert import output_from_wire
 from allspan.protos.worker_pb2_grpc import WorkerStub
 from allspan.worker.cache.page_log import PageLog
+from allspan.worker.service.call_queue import MOST_CALLS
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
 from support.fake_core import FakeCore
@@ -185,10 +186,27 @@ async def test_adapters_come_and_go_by_calls_to_the_leader(leader: Rank, followe
     reply = await client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql", timeout_s=4))
     assert ([each.name for each in reply.adapters.adapters], reply.num_requests) == (["b", "law"], 3)
     assert reply.adapters.version > told.version > first.adapters.version
-    assert leader.core.calls == ["load law 9", "unload sql 4"]
+    assert leader.core.calls == ["load law 9.0", "unload sql 4.0"]
     leader.core.adapters.rejection = TooManyAdapters("2 adapters are loaded")
     code, _, trailing = await refused(client.stub.LoadAdapter(load))
     assert (code, trailing["allspan-code"]) == ("RESOURCE_EXHAUSTED", "too_many_adapters")
+
+
+async def test_loads_that_wait_keep_no_other_call_waiting(leader: Rank, client: Client) -> None:
+    leader.core.adapters.may_load.clear()
+    load = pb.LoadAdapterRequest(adapter=pb.Adapter(name="law", path="/law", digest=5), timeout_s=60)
+    loads = [asyncio.ensure_future(client.stub.LoadAdapter(load)) for _ in range(2 * MOST_CALLS)]
+    done, waiting = await asyncio.wait(loads, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    while len(done) < MOST_CALLS:
+        done |= (await asyncio.wait(waiting - done, timeout=10, return_when=asyncio.FIRST_COMPLETED))[0]
+    assert {(await refused(each))[2]["allspan-code"] for each in done} == {"queue_full"}
+    await client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="sql", timeout_s=4))
+    await client.stub.Control(pb.ControlRequest(operation="start_model"))
+    assert leader.core.calls == ["unload sql 4.0", "start_model"]
+    leader.core.adapters.may_load.set()
+    for each in waiting - done:
+        await each
+    assert leader.core.calls[2:] == ["load law 60.0"] * MOST_CALLS
 
 
 async def test_a_message_that_is_no_protobuf_harms_nobody(leader: Rank, client: Client) -> None:
