@@ -59,6 +59,10 @@ class ClusterAdapters:
         """Returns those that a world with these lacks."""
         return [adapter for digest, adapter in self._known.items() if digest not in there]
 
+    def has(self, digest: int) -> bool:
+        """Whether worlds to come will load it."""
+        return digest in self._known
+
     def is_unloaded(self, digest: int) -> bool:
         return digest in self._unloaded
 

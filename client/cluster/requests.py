@@ -320,7 +320,7 @@ class Session:
             if (world := replica.world) is None:
                 continue
             if not replica.knowledge.adapters.has(request.adapter):
-                lost = lost_adapter(request.options.adapter)
+                lost = self._without_adapter(request)
                 continue
             try:
                 await self._send(request, replica, world, hit_tokens)
@@ -328,6 +328,13 @@ class Session:
             except (AlreadyExists, QueueFull, Unavailable) as error:
                 refusal = error
         raise refusal or lost or Unavailable(self.router.down_cause or "no replica takes requests")
+
+    def _without_adapter(self, request: OpenRequest) -> AllspanError:
+        """Why a replica is passed over; one that returns with the adapter is worth waiting for."""
+        name = request.options.adapter
+        if self.router.may_bring(request.adapter):
+            return Unavailable(f"no replica that is up has the adapter {name!r}, one that may return does")
+        return lost_adapter(name)
 
     async def _send(self, request: OpenRequest, replica: Replica, world: WorldClient, hit_tokens: int) -> None:
         """Begins an attempt. Raises the ranks' refusal; Unavailable when the world was lost meanwhile."""

@@ -134,6 +134,11 @@ class Router:
         if len(self.replicas) > 1 and not replica.knowledge.is_told:
             replica.knowledge.expect(request.page_keys(replica.knowledge.shape))
 
+    def may_bring(self, adapter: int) -> bool:
+        """Returns whether a replica that takes no requests now may return with an adapter, which those that do lack."""
+        states = (replica.status.state for replica in self.replicas)
+        return self.adapters.has(adapter) and any(each.may_return and not each.takes_requests for each in states)
+
     async def is_changing(self) -> bool:
         """Returns whether a replica has, or is about to have, another world than the one that is connected: then a
         request that the connected ones refuse can wait for it."""

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from allspan.client.cluster.requests import ResumePolicy
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.adapters import AdapterModule
-from allspan.protos.api.errors import AdapterNotFound, InvalidRequest, QueueFull
+from allspan.protos.api.errors import AdapterNotFound, InvalidRequest, QueueFull, Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.convert import adapters_to_wire
 from support.fake_transport import SQL
@@ -130,6 +131,53 @@ async def test_a_replica_without_the_adapter_does_not_hide_that_the_other_is_ful
     two.ranks[1 - lacking][0].replies["StartRequest"] = QueueFull("try again")
     with pytest.raises(QueueFull):
         await two.start(options=RequestOptions(adapter="law"))
+
+
+async def law_on_replica_1_alone(two: Replicas) -> RequestOptions:
+    """The other one came back without it."""
+    await two.session.router.load_adapter(AdapterModule("law", "/law").loaded(b"1"), 5)
+    two.kill(0)
+    await until(lambda: len(two.session.router.ready) == 1)
+    two.restart(0)
+    two.ranks[0][0].replies["LoadAdapter"] = InvalidRequest("the folder is gone", "lora_path")
+    await until(lambda: len(two.session.router.ready) == 2)
+    return RequestOptions(adapter="law")
+
+
+async def test_requests_wait_for_the_only_replica_with_their_adapter_while_it_restarts(two: Replicas) -> None:
+    options = await law_on_replica_1_alone(two)
+    running = await two.start(options=options)
+    two.step()
+    two.kill(1)
+    await until(lambda: len(two.session.router.ready) == 1)
+    new = asyncio.create_task(two.start(options=options))
+    await asyncio.sleep(0.1)  # several attempts
+    two.restart(1)
+    queue = await asyncio.wait_for(new, 5)
+    await until(lambda: two.counts == [0, 2])
+    for _ in range(4):
+        two.step()
+    assert [await tokens_of(each) for each in (running, queue)] == [[4, 5, 6, 7]] * 2
+
+
+async def test_requests_fail_once_the_only_replica_with_their_adapter_returns_without(two: Replicas) -> None:
+    queue = await two.start(options=await law_on_replica_1_alone(two))
+    two.kill(1)
+    await until(lambda: len(two.session.router.ready) == 1)
+    two.restart(1)
+    two.ranks[1][0].replies["LoadAdapter"] = InvalidRequest("the folder is gone", "lora_path")
+    with pytest.raises(AdapterNotFound, match="'law', which was unloaded just now, or could not be loaded again"):
+        await tokens_of(queue)
+
+
+async def test_requests_wait_for_their_adapter_no_longer_than_for_a_world() -> None:
+    two = Replicas(policy=ResumePolicy(timeout_s=0.2))
+    await two.session.attach(5)
+    queue = await two.start(options=await law_on_replica_1_alone(two))
+    two.kill(1)
+    with pytest.raises(Unavailable, match=r"the adapter 'law'.* \(nothing to go on in within 0\.2 s\)"):
+        await tokens_of(queue)
+    await two.session.close()
 
 
 async def test_an_adapter_is_loaded_on_all_replicas_or_on_none(two: Replicas) -> None:
