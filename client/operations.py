@@ -10,7 +10,8 @@ from allspan.client.cluster.requests import Session
 from allspan.client.event_loop import HomeLoop
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.engine import OpProfile
-from allspan.protos.config.adapters import expanded
+from allspan.protos.api.errors import InvalidRequest
+from allspan.protos.config.adapters import expanded, text_problem
 
 ADAPTER_S = 60.0
 """Seconds for all ranks to load an adapter, where the caller says nothing."""
@@ -87,10 +88,14 @@ class ClusterOperations:
         return await self._loop.arun(self._session.inspect(what))
 
     def _adapter(self, name: str, path: str | Path, base_model_name: str) -> AdapterModule:
-        """A load of its own. Without a folder that adapters must be below, a relative path begins here."""
+        """A load of its own. Without a folder that adapters must be below, a relative path begins here. Raises
+        InvalidRequest for a text that cannot be sent."""
         folder, info = expanded(path), self._session.info
         if info is None or not info.lora_dir:
             folder = os.path.abspath(folder)
+        for field, text in (("lora_name", name), ("lora_path", folder), ("base_model_name", base_model_name)):
+            if problem := text_problem(text):
+                raise InvalidRequest(f"{field} is {problem}", field)
         return AdapterModule(name, folder, base_model_name).loaded(os.urandom(16))
 
     def _control(self, operation: str, timeout: float) -> None:

@@ -35,6 +35,9 @@ def parse_modules(config: AdapterConfig, model_names: Iterable[str] = ()) -> tup
         name = module.name
         if problem := name_problem(name, ()):
             raise ConfigError(f"lora_modules names an adapter {problem}")
+        for key in _KEYS[1:]:
+            if problem := text_problem(getattr(module, key)):
+                raise ConfigError(f"lora_modules: the {key} of {name!r} is {problem}")
         if plain_name(name) in seen:
             raise ConfigError(f"lora_modules names {name!r} twice (upper and lower case are the same); choose another")
         seen.add(plain_name(name))
@@ -89,6 +92,8 @@ def checked_adapters(config: AdapterConfig, model_names: Iterable[str]) -> Adapt
     lora_dir = Path(config.lora_dir).expanduser().absolute() if config.lora_dir else None
     if lora_dir is not None and not lora_dir.is_dir():
         raise ConfigError(f"lora_dir is {config.lora_dir!r}, must be an existing folder")
+    if problem := text_problem(str(lora_dir or "")):
+        raise ConfigError(f"lora_dir is {problem}")
     return replace(config, lora_modules=tuple(map(_written, modules)), lora_dir=str(lora_dir or ""))
 
 
@@ -125,6 +130,16 @@ def expanded(path: str | Path) -> str:
     """Returns a path without a `~`. One with a NUL, which no user's name may have, is left to those who check paths."""
     text = str(path)
     return text if "\0" in text else os.path.expanduser(text)
+
+
+def text_problem(text: str) -> str:
+    """Returns why a text cannot be sent to the ranks, which begins with it; "" for nothing. Bytes of a path that are
+    not UTF-8 are halves of surrogate pairs in a str (PEP 383)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[:200]!r}, which is not UTF-8 at character {error.start}: rename it, or give a link to it"
+    return ""
 
 
 def plain_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 
@@ -262,6 +263,20 @@ def test_starting_and_stopping_the_model_is_the_leaders_to_carry_out(
         ("stop_model", 0, ""),
         ("start_model", 0, ""),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "field"), [("law", os.fsdecode(b"/a\xff"), "lora_path"), ("\ud800", "/a", "lora_name")]
+)
+def test_an_adapter_of_names_that_cannot_be_sent_is_refused(
+    name: str, path: str, field: str, engine: ClientEngine
+) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"which is not UTF-8 at character .: rename it, or give a link"
+    ) as refused:
+        engine.load_lora(name, path)
+    assert refused.value.field == field
+    assert refused.value.message.isprintable()
 
 
 def test_many_threads_share_one_engine(engine: ClientEngine) -> None:

@@ -18,7 +18,7 @@ from allspan.protos.api.errors import (
     InvalidRequest,
     TooManyAdapters,
 )
-from allspan.protos.config.adapters import most_adapters, name_problem, plain_name
+from allspan.protos.config.adapters import most_adapters, name_problem, plain_name, text_problem
 from allspan.protos.config.settings import WorkerConfig
 from allspan.worker.adapters.registry import drop_argument, load_argument
 from allspan.worker.engine.operations import Operations
@@ -202,3 +202,5 @@ def _check_module(module: AdapterModule, model: str) -> None:
             raise InvalidRequest(
                 f"{field} has {len(text)} characters, must have at most {MAX_TEXT_CHARS}, none of them NUL", field
             )
+        if problem := text_problem(text):
+            raise InvalidRequest(f"{field} is {problem}", field)

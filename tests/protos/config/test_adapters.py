@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def test_a_list_is_cut_at_the_commas_outside_of_json() -> None:
         (['{"name": 1, "path": "/x"}'], "must be NAME=PATH"),
         (['{"name": "a", "path": "/x", "scale": 2}'], "the key 'scale'"),
         (['{"name": "a"'], "no JSON object"),
+        (["a=/x\udcff"], "the path of 'a' is '/x\\udcff', which is not UTF-8 at character 2"),
+        (['{"name": "a", "path": "/x", "base_model_name": "\\ud800"}'], "the base_model_name of 'a' is"),
         (["../x=/x"], "names an adapter '../x'"),
         (["a b=/x"], "names an adapter 'a b'"),
         ([".a=/x"], "begin with a letter or digit"),
@@ -103,6 +106,13 @@ def test_folders_are_checked_and_become_absolute(tmp_path: Path, monkeypatch: py
     path = str(tmp_path / "sql")
     assert parse_modules(checked) == (AdapterModule("sql", path), AdapterModule("b", path, "x"))
     assert checked.max_lora_rank == 32
+
+
+def test_a_folder_for_adapters_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = os.fsdecode(bytes(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    with pytest.raises(ConfigError, match=r"lora_dir is .* which is not UTF-8"):
+        checked_adapters(AdapterConfig(lora_dir=folder), ())
 
 
 def test_a_name_means_the_last_load_of_an_adapter_and_an_unknown_one_is_not_found() -> None:

@@ -160,6 +160,7 @@ def limited(adapted: Adapted) -> Iterator[Engine]:
         ("a", "x" * 5000, InvalidRequest, "lora_path has 5000 characters, must have at most 4096"),
         ("a", "one\0", InvalidRequest, "none of them NUL"),
         ("a", "~one\0", InvalidRequest, "none of them NUL"),
+        ("a", os.fsdecode(b"one\xff"), InvalidRequest, "lora_path is 'one.udcff', which is not UTF-8 at character 3"),
         ("a", "~nobody-of-this-name/one", InvalidRequest, "is missing"),
         ("a b", "one", InvalidRequest, "a name must have letters"),
         ("BASE", "one", InvalidRequest, "'BASE', which is the model's own name"),
