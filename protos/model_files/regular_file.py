@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from allspan.protos.api.errors import CheckpointError
+
+Opener = Callable[[Path], BinaryIO]
+"""Opens a regular file for reading: `open_regular`, or one that opens fewer."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -51,9 +55,9 @@ def check_regular(path: Path, limit: int | None = None) -> int:
     return size
 
 
-def read_regular(path: Path, limit: int) -> bytes:
+def read_regular(path: Path, limit: int, opener: Opener = open_regular) -> bytes:
     """A file's content. Raises CheckpointError as `open_regular` does, and for a file of more than `limit` bytes."""
-    with open_regular(path) as file:
+    with opener(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes, must have at most {limit}: it is not a model's own file")

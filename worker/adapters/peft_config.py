@@ -10,7 +10,9 @@ from typing import Any
 
 from allspan.protos.api.errors import CheckpointError
 from allspan.protos.api.wording import counted
-from allspan.protos.model_files.json_values import read_json_object, shown
+from allspan.protos.model_files.json_values import parse_object, shown
+from allspan.protos.model_files.limits import MAX_CONFIG_BYTES
+from allspan.protos.model_files.regular_file import Opener, open_regular, read_regular
 from allspan.protos.text.helper_process import HelperEnded, HelperProcess
 from allspan.worker.models.foreign.config import ForeignConfig
 
@@ -87,11 +89,11 @@ class PeftConfig:
         return [answer[name] for name in patterns]
 
 
-def read_peft_config(folder: Path) -> PeftConfig:
+def read_peft_config(folder: Path, opener: Opener = open_regular) -> PeftConfig:
     """Reads a folder's adapter_config.json. Raises CheckpointError for what is malformed, and by name for what would
     not be computed exactly."""
     path = folder / CONFIG_FILE
-    config = ForeignConfig(read_json_object(path), str(path))
+    config = ForeignConfig(parse_object(read_regular(path, MAX_CONFIG_BYTES, opener), str(path)), str(path))
     kind = config.text("peft_type")
     if kind != "LORA":
         raise config.error(f"peft_type {shown(kind)} is not supported (supported: LORA)")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.protos.model_files.regular_file import is_there
+from allspan.protos.model_files.regular_file import Opener, is_there, open_regular
 from allspan.worker.adapters.peft_config import read_peft_config
 from allspan.worker.weights.tensor_folder import TensorFolder
 
@@ -47,7 +47,7 @@ class PeftFolder:
     """The matrices of an adapter, by the names of the base model's modules ("model.layers.0.self_attn.q_proj"). Their
     file may be written meanwhile: then reading fails."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, opener: Opener = open_regular) -> None:
         """Reads the headers. Raises CheckpointError for what PEFT does not write, and for what is not supported."""
         if not is_there(folder / WEIGHTS_FILE):
             raise CheckpointError(
@@ -55,7 +55,7 @@ class PeftFolder:
                 "PEFT saves it; adapter_model.bin is not read"
             )
         self.path = folder / WEIGHTS_FILE
-        config, self._tensors = read_peft_config(folder), TensorFolder(folder, WEIGHTS_FILE)
+        config, self._tensors = read_peft_config(folder, opener), TensorFolder(folder, WEIGHTS_FILE, opener)
         sides: dict[str, dict[str, str]] = {}
         for name in self._tensors.names():
             if (found := _NAME.fullmatch(name)) is None:

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AllspanError, CheckpointError, InternalError, InvalidRequest, from_code
-from allspan.worker.adapters.allowed_paths import resolved_folder
+from allspan.protos.model_files.regular_file import Opener
+from allspan.worker.adapters.allowed_paths import opener_below, resolved_folder
 from allspan.worker.adapters.staged import StagedAdapter, difference
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
@@ -33,8 +34,9 @@ class SlotStore(Protocol):
     def writes_beside_steps(self) -> bool:
         """Whether a slot that no step reads may be written from another thread while steps run."""
 
-    def stage(self, path: Path, goes_on: Callable[[], bool]) -> StagedAdapter:
-        """Reads a folder, beside steps; gives up once `goes_on` says no. Raises CheckpointError."""
+    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener) -> StagedAdapter:
+        """Reads a folder's files, each as `opener` opens it, beside steps; gives up once `goes_on` says no. Raises
+        CheckpointError, and what `opener` raises."""
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
         """Writes an adapter into a slot that no step in flight reads, or in order behind such steps."""
@@ -141,7 +143,8 @@ class AdapterRegistry:
         """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps."""
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        staged = self._slots.stage(resolved_folder(module.path, self._lora_dir), lambda: not dropped.is_set())
+        path, opener = resolved_folder(module.path, self._lora_dir), opener_below(self._lora_dir)
+        staged = self._slots.stage(path, lambda: not dropped.is_set(), opener)
         if slot >= 0 and self._slots.writes_beside_steps:
             with self._writing:
                 if not dropped.is_set():

@@ -16,6 +16,7 @@ from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.packer import Packer, Target
 from allspan.protos.api.errors import AdapterRank, CheckpointError
+from allspan.protos.model_files.regular_file import Opener, open_regular
 from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
 from allspan.worker.adapters.staged import StagedAdapter, checksum_of
 from allspan.worker.models.holding import Holding
@@ -92,17 +93,19 @@ class AdapterSlots:
             ends = torch.tensor(layer.parts, dtype=torch.int32).cumsum(0)
             self.tensors[f"{layer.piece.name}.adapter_ends"].copy_(ends)
 
-    def check(self, path: Path) -> PeftFolder:
+    def check(self, path: Path, opener: Opener = open_regular) -> PeftFolder:
         """Opens a folder of PEFT's. Raises CheckpointError for an adapter of another model, for one that is not
         supported, and for a higher rank than slots have."""
-        folder = PeftFolder(path)
+        folder = PeftFolder(path, opener)
         self._check(folder)
         return folder
 
-    def stage(self, path: Path, goes_on: Callable[[], bool] = lambda: True) -> StagedAdapter:
+    def stage(
+        self, path: Path, goes_on: Callable[[], bool] = lambda: True, opener: Opener = open_regular
+    ) -> StagedAdapter:
         """Reads a folder of PEFT's into host memory, for `write` to put it into a slot; one without tensors where
         `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
-        folder = self.check(path)
+        folder = self.check(path, opener)
         found: dict[str, LowRank] = {}
         for module in folder.modules:
             if not goes_on():

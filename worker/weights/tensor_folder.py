@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allspan.protos.api.errors import CheckpointError
-from allspan.protos.model_files.regular_file import open_regular
+from allspan.protos.model_files.regular_file import Opener, open_regular
 from allspan.protos.model_files.weight_files import check_index, tensors_of, weight_files
 from allspan.worker.weights.mapped_file import MappedFile, ReadFile
 from allspan.worker.weights.usual_names import usual_names
@@ -44,10 +44,10 @@ class TensorFolder:
 
     naming = "hugging_face"
 
-    def __init__(self, folder: Path, file: str = "") -> None:
+    def __init__(self, folder: Path, file: str = "", opener: Opener = open_regular) -> None:
         """Maps every file and checks its header; of a `file` that is named reads what is asked for, since it may be
         written while others are served. Raises CheckpointError naming the file and the tensor."""
-        self._folder = folder
+        self._folder, self._opener = folder, opener
         self._files: list[MappedFile | ReadFile] = []
         self._tensors: dict[str, Stored] = {}
         for path in [folder / file] if file else weight_files(folder):
@@ -100,7 +100,7 @@ class TensorFolder:
         return raw.view(dtype).view(stored.shape)
 
     def _open(self, path: Path, kind: type[MappedFile | ReadFile]) -> None:
-        with open_regular(path) as opened:
+        with self._opener(path) as opened:
             tensors = tensors_of(opened, path)
             file = kind(path, opened)
         self._files.append(file)

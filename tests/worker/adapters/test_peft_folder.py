@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allspan.kernels.table import op_set
-from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.errors import CheckpointError, PermissionDenied
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.adapters import peft_config
+from allspan.worker.adapters.allowed_paths import opener_below, resolved_folder
 from allspan.worker.adapters.peft_config import read_peft_config
 from allspan.worker.adapters.peft_folder import PeftFolder
 from allspan.worker.adapters.slots import AdapterSlots
@@ -160,6 +162,24 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused_and_ends_no_process(adap
     os.truncate(file, 4096)  # of the header
     with pytest.raises(CheckpointError, match="was cut while it was read: let its writer finish"):
         folder.matrices(next(iter(folder.modules)), torch.float32)
+
+
+@pytest.mark.parametrize("swapped", ["adapter_config.json", "adapter_model.safetensors", ""])
+def test_a_link_that_leads_out_of_the_folder_of_adapters_only_after_the_check_is_not_read(
+    swapped: str, adapter: Path
+) -> None:
+    allowed = adapter.parent / "allowed"
+    shutil.copytree(adapter, allowed / "one")
+    path, opener = resolved_folder("one", str(allowed)), opener_below(str(allowed))
+    before = len(os.listdir("/proc/self/fd"))
+    os.rename(path / swapped, allowed / "kept")
+    (path / swapped).symlink_to(adapter / swapped)
+    with pytest.raises(PermissionDenied, match=r"was replaced by a file that lies outside of --lora-dir .*/allowed: "):
+        PeftFolder(path, opener)
+    assert len(os.listdir("/proc/self/fd")) == before
+    (path / swapped).unlink()
+    (path / swapped).symlink_to(allowed / "kept")
+    assert PeftFolder(path, opener).rank == 8
 
 
 def test_a_checksum_is_of_every_number_and_of_the_scale(adapter: Path, base: tuple[Any, Path]) -> None:

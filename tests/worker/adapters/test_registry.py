@@ -11,6 +11,7 @@ import pytest
 
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AdapterRank, AllspanError, CheckpointError, InternalError, InvalidRequest
+from allspan.protos.model_files.regular_file import Opener
 from allspan.worker.adapters.registry import AdapterRegistry, load_argument
 from allspan.worker.adapters.staged import StagedAdapter
 from support.threads import ThreadWorld
@@ -35,7 +36,7 @@ class Slots:
         self.written: list[int] = []
         self.given_up = False
 
-    def stage(self, path: Path, goes_on: Callable[[], bool]) -> StagedAdapter:
+    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener) -> StagedAdapter:
         assert path == Path(MODULE.path)
         self.is_reading.set()
         assert self.may_end.wait(10)
