@@ -37,6 +37,13 @@ class AdapterOps(Protocol):
         the routing, as -1, has none. rows int32 [m]: the tokens that the rows of the routing are, None: all of them in
         order. The routing has one choice a row, whose weight is 1."""
 
+    def embed_adapters(self, ids: Tensor, adapters: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
+        """out[n, R] = weight[adapters[n], ids[n] - first_row] where there is such a row, else 0: the x of
+        `add_adapters` for the embedding, whose inputs are tokens.
+
+        ids, adapters int32 [n], as `route_adapters` has them; weight [places, V_rank, R], float32 or of 16 bits; out
+        float32."""
+
     def add_adapters(self, x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor], out: Tensor) -> None:
         """out[row] += x[row] · bᵀ, part by part, in rows that have a place; others stay bit for bit.
 

@@ -49,7 +49,7 @@ EXPERT_OPS = (
 )
 
 LATENT_OPS = ("latent_append", "latent_attention")
-ADAPTER_OPS = ("route_adapters", "add_adapters")
+ADAPTER_OPS = ("route_adapters", "embed_adapters", "add_adapters")
 
 REFERENCE = {
     "embedding": "allspan.kernels.reference.elementwise:embedding",
@@ -124,6 +124,7 @@ CUDA = {
     "norm_route": "allspan.kernels.cuda.moe.norm_route:norm_route",
     **{op: f"allspan.kernels.cuda.moe.product:{op}" for op in ("expert_linear", "expert_gated_linear", "expert_sum")},
     "route_adapters": "allspan.kernels.cuda.adapters.route:route_adapters",
+    "embed_adapters": "allspan.kernels.cuda.adapters.embed:embed_adapters",
     "add_adapters": "allspan.kernels.cuda.adapters.expand:add_adapters",
     "adapted_linear": "allspan.kernels.cuda.adapters.adapted_linear:adapted_linear",
     "expanded_linear": REFERENCE["expanded_linear"],  # programs of GPUs are not changed for it

@@ -26,6 +26,15 @@ def route_adapters(adapters: Tensor, rows: Tensor | None, routing: Routing[Tenso
     sort_slots(torch.where(is_there, chosen, num_places), routing)
 
 
+def embed_adapters(ids: Tensor, adapters: Tensor, weight: Tensor, first_row: int, out: Tensor) -> None:
+    """See `AdapterOps.embed_adapters`."""
+    num_places, count, width = weight.shape
+    rows = ids.long() - first_row
+    is_there = (rows >= 0) & (rows < count) & (adapters >= 0) & (adapters < num_places)
+    places = torch.where(is_there, adapters.long() * count + rows, num_places * count)
+    out.copy_(torch.cat((weight.reshape(-1, width), weight.new_zeros(1, width)))[places])
+
+
 def add_adapters(x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor], out: Tensor) -> None:
     """See `AdapterOps.add_adapters`."""
     ends, width = weights.ends.tolist(), weights.panels.shape[2]

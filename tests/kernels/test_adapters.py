@@ -11,7 +11,19 @@ from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.table import op_set
-from support.adapter_cases import PARTS, ROUTED, ROWS, added, empty_routing, low_of, of_rows, weights_of
+from support.adapter_cases import (
+    EMBEDDED,
+    PARTS,
+    PLACES,
+    ROUTED,
+    ROWS,
+    added,
+    embedded,
+    empty_routing,
+    low_of,
+    of_rows,
+    weights_of,
+)
 from support.packed_cases import random_weight
 from support.variants import CPU_VARIANTS, VARIANTS
 
@@ -38,6 +50,20 @@ def test_rows_are_sorted_by_their_tokens_adapters_and_those_without_left_out(
     assert routing.starts[0].tolist() == starts
     assert routing.slots.flatten()[: len(slots)].tolist() == slots
     assert set(routing.weights.flatten().tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ids", "adapters", "first"), EMBEDDED)
+@pytest.mark.parametrize("count", [6, 0])
+@pytest.mark.parametrize("backend", VARIANTS)
+def test_a_token_has_its_adapters_row_and_zeros_without_one(
+    backend: str, count: int, ids: list[int], adapters: list[int], first: int, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(PLACES, count, 17, generator=torch.Generator().manual_seed(3)).to(dtype)
+    out = torch.full((len(ids), 17), torch.nan)
+    tokens, places = (torch.tensor(each, dtype=torch.int32) for each in (ids, adapters))
+    op_set(backend, 2).embed_adapters(tokens, places, weight, first, out)
+    assert torch.equal(out, embedded(ids, adapters, weight, first))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

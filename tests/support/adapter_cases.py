@@ -46,6 +46,19 @@ def weights_of(parts: tuple[int, ...], rank: int, dtype: torch.dtype) -> Adapter
     return AdapterWeights(panels, ranks, torch.tensor(parts, dtype=torch.int32).cumsum(0).int())
 
 
+EMBEDDED = [([3, 9, 12, 4, 8, 3, 9], [0, 1, 2, -1, 3, 9, 1], 4), ([0], [1], 0), ([5], [-1], 0)]
+"""Ids of tokens, their adapters, and the first of this rank's ids."""
+
+
+def embedded(ids: list[int], adapters: list[int], weight: Tensor, first: int) -> Tensor:
+    """What is right of `embed_adapters`."""
+    rows = torch.zeros(len(ids), weight.shape[2])
+    for row, (token, place) in enumerate(zip(ids, adapters, strict=True)):
+        if 0 <= place < len(weight) and 0 <= token - first < weight.shape[1]:
+            rows[row] = weight[place, token - first].float()
+    return rows
+
+
 def low_of(rows: int, weights: AdapterWeights[Tensor], adapters: Tensor) -> Tensor:
     """The x of `add_adapters`; behind an adapter's rank there is what must not be read."""
     parts, rank = weights.ranks.shape[1], weights.panels.shape[2]

@@ -16,6 +16,25 @@ Task route_adapters_op(Runtime&, OpArguments& args) {
           }};
 }
 
+// ids, adapters, weight, first_row, out.
+Task embed_adapters_op(Runtime& runtime, OpArguments& args) {
+  const Tensor weight = args.weights(args.at(2), "weight", {kAny, kAny, kAny});
+  const int64_t width = weight.shape[2];
+  const AdapterTable table = {&runtime.kernels(),     static_cast<const char*>(weight.data),
+                              weight.type(),          weight.shape[0],
+                              weight.shape[1],        width,
+                              args.number<int64_t>(3)};
+  const Tensor out = args.floats(args.at(4), "out", {kAny, width});
+  const Input* ids = args.input(0, "ids", out.shape[0], 0);
+  const Input* adapters = args.input(1, "adapters", out.shape[0], 0);
+  return {out.shape[0], [=](Worker& worker, int64_t rows) {
+            worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              embed_adapters(table, ids->data + begin, adapters->data + begin, end - begin,
+                             out.floats() + begin * width);
+            });
+          }};
+}
+
 // x, (panels, ranks, ends), (places, weights, slots, starts), out.
 Task add_adapters_op(Runtime& runtime, OpArguments& args) {
   AdapterArgs add = take_adapters(runtime, args, 0, 1, 4);
@@ -58,6 +77,7 @@ AdapterArgs take_adapters(Runtime& runtime, OpArguments& args, int x_at, int wei
 std::vector<OpRow> adapter_ops() {
   return {
       {"route_adapters", 6, route_adapters_op},
+      {"embed_adapters", 5, embed_adapters_op},
       {"add_adapters", 9, add_adapters_op},
   };
 }

@@ -56,6 +56,16 @@ void route_adapters(Worker& worker, const int32_t* adapters, int64_t tokens, con
   worker.barrier();
 }
 
+void embed_adapters(const AdapterTable& table, const int32_t* ids, const int32_t* adapters, int64_t rows, float* out) {
+  const int64_t bytes = table.count * table.width * (table.type == Type::kFloat32 ? 4 : 2);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t place = adapters[row];
+    const bool has_one = place >= 0 && place < table.places;  // else a table without rows: zeros
+    table.kernels->embedding(ids + row, table.weight + (has_one ? place * bytes : 0), table.type, table.first,
+                             has_one ? table.count : 0, table.width, out + row * table.width, 1);
+  }
+}
+
 void add_adapters(Worker& worker, const AdapterArgs& a) {
   if (a.routing.starts[a.routing.num_places] == 0 || a.panels == 0) return;
   std::vector<Panel> panels;

@@ -12,6 +12,17 @@ namespace allspan {
 void route_adapters(Worker& worker, const int32_t* adapters, int64_t tokens, const int32_t* rows,
                     const Routing& routing, int64_t count);
 
+// Rows of the adapters of an embedding.
+struct AdapterTable {
+  const Kernels* kernels;
+  const char* weight;  // [places, count, width], of `type`
+  Type type;
+  int64_t places, count, width;
+  int64_t first;  // the token of row 0
+};
+// out [rows, width]: zeros for a token without a row or an adapter.
+void embed_adapters(const AdapterTable& table, const int32_t* ids, const int32_t* adapters, int64_t rows, float* out);
+
 struct AdapterArgs {
   const Kernels* kernels;
   const float* x;      // [rows, parts · rank]: each part of the product has columns of its own

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.cuda.adapters.adapted_linear import adapted_linear
+from allspan.kernels.cuda.adapters.embed import embed_adapters
 from allspan.kernels.cuda.adapters.expand import add_adapters
 from allspan.kernels.cuda.adapters.route import route_adapters
 from allspan.kernels.cuda.adapters.shrink import shrink
@@ -16,7 +17,19 @@ from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference import adapters as reference
-from support.adapter_cases import PARTS, PLACES, ROUTED, ROWS, added, empty_routing, low_of, of_rows, weights_of
+from support.adapter_cases import (
+    EMBEDDED,
+    PARTS,
+    PLACES,
+    ROUTED,
+    ROWS,
+    added,
+    embedded,
+    empty_routing,
+    low_of,
+    of_rows,
+    weights_of,
+)
 from support.cuda_rows import is_kept, poisoned
 from support.packed_cases import random_weight
 
@@ -61,6 +74,19 @@ def test_many_rows_are_sorted_in_their_order_and_those_without_come_last(places:
         assert torch.equal(found.slots.flatten().cpu().long(), keys.sort(stable=True).indices)
         starts = torch.searchsorted(keys.sort().values, torch.arange(places + 1, dtype=torch.int32))
         assert torch.equal(found.starts[0].cpu().long(), starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+@pytest.mark.parametrize(("ids", "adapters", "first"), EMBEDDED)
+def test_a_token_has_its_adapters_row_and_zeros_without_one(
+    ids: list[int], adapters: list[int], first: int, dtype: torch.dtype, device: str
+) -> None:
+    weight = torch.randn(PLACES, 6, 17, generator=torch.Generator().manual_seed(3)).to(dtype)
+    tokens, places = (torch.tensor(each, dtype=torch.int32, device=device) for each in (ids, adapters))
+    out = poisoned(len(ids), 17, dtype=torch.float32, device=device)
+    embed_adapters(tokens, places, weight.to(device), first, out)
+    assert is_kept(out)
+    assert torch.equal(out.cpu(), embedded(ids, adapters, weight, first))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
