@@ -18,7 +18,7 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def modules_of(model: Any, targets: Sequence[str] = EVERY) -> dict[str, Any]:
-    """The linear layers of transformers' model whose names end in one of these."""
+    """The linear layers and embeddings of transformers' model whose names end in one of these."""
     named = model.named_modules()
     return {name: module for name, module in named if name.split(".")[-1] in targets and hasattr(module, "weight")}
 
@@ -37,13 +37,16 @@ def save_adapter(
     generator, tensors, deltas = torch.Generator().manual_seed(seed), {}, {}
     values = {"peft_type": "LORA", "r": 8, "lora_alpha": 12, "target_modules": list(targets)} | config
     for name, module in modules_of(model, targets).items():
-        outputs, inputs = module.weight.shape
+        is_embedding = isinstance(module, torch.nn.Embedding)
+        outputs, inputs = reversed(module.weight.shape) if is_embedding else module.weight.shape
         own = rank if isinstance(rank, int) else rank(name)
         a = torch.randn(own, inputs, generator=generator) / inputs**0.5
         b = torch.randn(outputs, own, generator=generator) / own**0.5 / 8
         a, b = a.to(dtype), b.to(dtype)
-        tensors |= {f"base_model.model.{name}.lora_{side}.weight": each for side, each in (("A", a), ("B", b))}
-        deltas[name] = scale_of(name, own, values) * (b.double() @ a.double())
+        names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+        tensors |= {f"base_model.model.{name}.{each}": matrix for each, matrix in zip(names, (a, b), strict=True)}
+        delta = scale_of(name, own, values) * (b.double() @ a.double())
+        deltas[name] = delta.T if is_embedding else delta
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(values))
     return deltas
@@ -59,8 +62,11 @@ def scale_of(name: str, rank: int, config: Mapping[str, Any]) -> float:
 
 
 def merged(model: Any, deltas: Mapping[str, Tensor]) -> Any:
-    """A copy of transformers' model with the adapter in its weights."""
+    """A copy of transformers' model with the adapter in its weights. An embedding and a head that were one weight are
+    two: an adapter changes the one that it names."""
     found = copy.deepcopy(model)
+    if (head := found.get_output_embeddings()) is not None:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
     modules = dict(found.named_modules())
     with torch.no_grad():
         for name, delta in deltas.items():

@@ -28,6 +28,7 @@ _UNSUPPORTED = {
     "fan_in_fan_out": "weights that lie transposed",
     "modules_to_save": "whole layers beside the adapter",
     "trainable_token_indices": "trained rows of the embedding",
+    "ensure_weight_tying": "one adapter of both the embedding and the head that is tied to it",
     "target_parameters": "adapters of tensors that are no layers",
     "layer_replication": "repeated layers",
     "use_qalora": "pooled inputs (QA-LoRA)",

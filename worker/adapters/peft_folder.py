@@ -18,13 +18,18 @@ from allspan.worker.weights.tensor_folder import TensorFolder
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<copy>base_layer)\.weight)"
+)
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.layers.", "model.layers."),
+    ("language_model.embed_tokens", "model.embed_tokens"),
     ("language_model.", ""),
     ("layers.", "model.layers."),
+    ("embed_tokens", "model.embed_tokens"),
 )
 """Beginnings of modules of models of images and text, and of models without a head, and those of a model of text with
 one."""
@@ -33,7 +38,7 @@ one."""
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """The matrices of one module: x · aᵀ · bᵀ is added to its product. a [r, in], b [out, r], with the factor that
-    the config says."""
+    the config says. Inputs of an embedding are tokens."""
 
     a: Tensor
     b: Tensor
@@ -57,12 +62,25 @@ class PeftFolder:
         self.path = folder / WEIGHTS_FILE
         config, self._tensors = read_peft_config(folder, opener), TensorFolder(folder, WEIGHTS_FILE, opener)
         sides: dict[str, dict[str, str]] = {}
+        self.embeddings: set[str] = set()
+        """Modules that are changed where tokens are looked up."""
+        self.copies: dict[str, tuple[int, ...]] = {}
+        """The shapes of base weights that PEFT saves beside the adapters of an embedding and a head."""
         for name in self._tensors.names():
             if (found := _NAME.fullmatch(name)) is None:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name!r} is not supported: adapters are lora_A and lora_B of linear layers"
+                    f"{self.path}: tensor {name!r} is not supported: adapters are lora_A and lora_B of linear layers, "
+                    "and lora_embedding_A and lora_embedding_B of the embedding"
                 )
-            sides.setdefault(found["module"], {})[found["side"]] = name
+            if found["copy"]:
+                self.copies[_module(found["module"])] = self._tensors.shape(name)
+                continue
+            if found["embedding"]:
+                self.embeddings.add(_module(found["module"]))
+            side = found["side"] or found["embedding"]
+            if side in sides.setdefault(found["module"], {}):
+                raise CheckpointError(f"{self.path}: {found['module']!r} has two lora_{side}: remove one of both")
+            sides[found["module"]][side] = name
         if not sides:
             raise CheckpointError(f"{self.path}: there are no tensors")
         factors = config.factors(list(sides))
@@ -86,10 +104,11 @@ class PeftFolder:
         a, b, _ = self._modules[module]
         return self._tensors.shape(b)[0], self._tensors.shape(a)[1]
 
-    def matrices(self, module: str, dtype: torch.dtype) -> LowRank:
-        """Reads a module's matrices. Raises CheckpointError for numbers that are not finite in this dtype."""
+    def matrices(self, module: str, dtype: torch.dtype, factor: float = 1.0) -> LowRank:
+        """Reads a module's matrices, whose product with `factor` is added. Raises CheckpointError for numbers that are
+        not finite in this dtype."""
         a, b, scale = self._modules[module]
-        return LowRank(self._read(a, 1.0, dtype), self._read(b, scale, dtype))
+        return LowRank(self._read(a, 1.0, dtype), self._read(b, scale * factor, dtype))
 
     def _read(self, name: str, scale: float, dtype: torch.dtype) -> Tensor:
         shape = self._tensors.shape(name)

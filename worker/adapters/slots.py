@@ -20,9 +20,10 @@ from allspan.protos.model_files.regular_file import Opener, open_regular
 from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
 from allspan.worker.adapters.staged import StagedAdapter, checksum_of
 from allspan.worker.models.holding import Holding
-from allspan.worker.models.layout import expected_shapes, layout
-from allspan.worker.models.pieces import Linear, Piece
+from allspan.worker.models.layout import expected_shapes, head_of, layout, lookup_of
+from allspan.worker.models.pieces import Linear, Piece, Table
 from allspan.worker.models.source import PieceSource
+from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.step.backend import HOST
 from allspan.worker.weights.held_tensor import HeldTensor
@@ -39,15 +40,18 @@ class _Layer:
     piece: Linear
     parts: tuple[int, ...]
     """The outputs of each part."""
-    a: PackedSpec
-    """One part, of `rank` features for each part of the layer."""
+    packed: PackedSpec | None
+    """How the first matrix lies: one part, of `rank` features for each part of the layer. None, of the embedding: a row
+    for each of this rank's tokens."""
+    a: HeldTensor
+    """One adapter's first matrix."""
     b: HeldTensor
     """The panels of one adapter's second matrix."""
 
     def tensors(self, slots: int) -> dict[str, HeldTensor]:
         """The first matrices of all adapters, and what `AdapterWeights` has."""
         held = {
-            "a": HeldTensor((slots, *self.a.shape), torch.uint8),
+            "a": HeldTensor((slots, *self.a.shape), self.a.dtype),
             "b": HeldTensor((slots, *self.b.shape), self.b.dtype),
             "ranks": HeldTensor((slots, len(self.parts)), torch.int32),
             "ends": HeldTensor((len(self.parts),), torch.int32),
@@ -68,7 +72,7 @@ class AdapterSlots:
         """`packer`: packs while steps run; None: the one of the weights, which must not."""
         self._holding = replace(holding, delta=None, packer=packer or holding.packer)
         self._rank, self.num_slots = rank, count
-        self._layers = {piece.name: self._layer(piece) for piece in _changeable(holding.pieces)}
+        self._layers = {piece.name: self._layer(piece) for piece in _changeable(holding.pieces, holding.spec)}
         self.tensors: dict[str, Tensor] = {}
 
     @property
@@ -110,7 +114,7 @@ class AdapterSlots:
         for module in folder.modules:
             if not goes_on():
                 return _GIVEN_UP
-            found[module] = folder.matrices(module, self._holding.dtype)
+            found[module] = folder.matrices(module, self._holding.dtype, self._factors.get(module, 1.0))
         staged: dict[str, Tensor] = {}
         for layer in self._layers.values():
             if not goes_on():
@@ -135,16 +139,30 @@ class AdapterSlots:
 
     def shrink(self, program: ProgramBuilder, layer: str, x: Slot) -> Slot:
         held, rows = self._layers[layer], program.rows(x)
-        features = held.a.features
-        low = program.buffer(f"adapter like {rows.value} {features}", rows, features, is_exact=True)
-        a, slots = program.named(next(iter(held.tensors(self.num_slots)))), program.view(low, 1, features)
-        program.op("expert_linear", x, a, None, held.a, 0, self._routing(program, rows), slots)
+        assert held.packed is not None  # only the embedding's is not
+        low = self._low(program, rows, held.packed.features)
+        slots = program.view(low, 1, held.packed.features)
+        program.op(
+            "expert_linear", x, self._a(program, held), None, held.packed, 0, self._routing(program, rows), slots
+        )
+        return low
+
+    def embed(self, program: ProgramBuilder, layer: str, ids: Slot, first_row: int) -> Slot:
+        held = self._layers[layer]
+        low = self._low(program, Rows.TOKENS, self._rank)
+        program.op("embed_adapters", ids, program.input("adapters"), self._a(program, held), first_row, low)
         return low
 
     def expand(self, program: ProgramBuilder, layer: str, low: Slot, product: Slot) -> None:
         _, *names = self._layers[layer].tensors(self.num_slots)
         weights = AdapterWeights(*(program.named(name) for name in names))
         program.op("add_adapters", low, weights, self._routing(program, program.rows(low)), product)
+
+    def _low(self, program: ProgramBuilder, rows: Rows, features: int) -> Slot:
+        return program.buffer(f"adapter like {rows.value} {features}", rows, features, is_exact=True)
+
+    def _a(self, program: ProgramBuilder, layer: _Layer) -> Slot:
+        return program.named(next(iter(layer.tensors(self.num_slots))))
 
     def _routing(self, program: ProgramBuilder, rows: Rows) -> Routing[Slot]:
         """A step's rows sorted by their adapters, once for all layers."""
@@ -165,45 +183,70 @@ class AdapterSlots:
         return routing
 
     def _layer(self, piece: Linear) -> _Layer:
-        shape, kind = self._holding.shape_of(piece), _FORMATS[self._holding.dtype]
-        outputs = len(shape.parts) * self._rank
-        a = PackedSpec(kind, kind, (outputs,), len(shape.inputs), memory=shape.memory)
-        b = HeldTensor((panels_of(shape.parts), self._rank, COLUMNS), self._holding.dtype)
-        return _Layer(piece, shape.parts, a, b)
+        shape, dtype = self._holding.shape_of(piece), self._holding.dtype
+        b = HeldTensor((panels_of(shape.parts), self._rank, COLUMNS), dtype)
+        if piece.name == lookup_of(self._holding.spec).name:
+            return _Layer(piece, shape.parts, None, HeldTensor((len(shape.inputs), self._rank), dtype), b)
+        kind, features = _FORMATS[dtype], len(shape.parts) * self._rank
+        packed = PackedSpec(kind, kind, (features,), len(shape.inputs), memory=shape.memory)
+        return _Layer(piece, shape.parts, packed, HeldTensor(packed.shape, torch.uint8), b)
 
     def _staged(self, layer: _Layer, folder: PeftFolder, found: Mapping[str, LowRank]) -> dict[str, Tensor]:
         """What a slot of the layer is to hold, by the names of its tensors."""
         holding, piece = self._holding, layer.piece
         name_a, name_b, name_ranks, _ = layer.tensors(self.num_slots)
         ranks = torch.zeros(len(layer.parts), dtype=torch.int32)
-        packed = torch.empty(layer.a.shape, dtype=torch.uint8)
         panels = torch.zeros(layer.b.shape, dtype=layer.b.dtype)
         inputs = holding.shard.part(piece.inputs)
-        a = torch.zeros(layer.a.features, len(inputs), dtype=holding.dtype)
+        a = torch.zeros(len(layer.parts) * self._rank, len(inputs), dtype=holding.dtype)
         for number, part in enumerate(piece.parts):
             if (matrices := found.get(self._module(part.name))) is not None:
                 first = number * self._rank
                 a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
                 ranks[number] = matrices.rank
-        holding.packer.floats(a, Target(layer.a, 0, 0, packed))
         source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
         for number, outputs in enumerate(layer.parts):
             rows = torch.zeros(outputs, self._rank, dtype=holding.dtype)
             source.floats(number, range(outputs), range(self._rank), rows)
             put_rows(rows, layer.parts, number, panels)
-        return {name_a: packed, name_b: panels, name_ranks: ranks}
+        return {name_a: self._laid(layer, a), name_b: panels, name_ranks: ranks}
+
+    def _laid(self, layer: _Layer, a: Tensor) -> Tensor:
+        """A first matrix [R, inputs] as the layer's slots hold it."""
+        if layer.packed is None:
+            return a.T.contiguous()
+        packed = torch.empty(layer.a.shape, dtype=torch.uint8)
+        self._holding.packer.floats(a, Target(layer.packed, 0, 0, packed))
+        return packed
 
     def _module(self, part: str) -> str:
         """The name of the module of Hugging Face's model that has a part's weight."""
         return self._holding.weights.foreign(f"{part}.weight", _NAMING).removesuffix(".weight")
 
     @cached_property
+    def _embedding(self) -> str:
+        """The module of the embedding."""
+        return self._module(lookup_of(self._holding.spec).parts[0].name)
+
+    @cached_property
+    def _factors(self) -> Mapping[str, float]:
+        """What the products of modules are multiplied by whose weights are held multiplied by it."""
+        spec = self._holding.spec
+        tied = [head_of(spec).parts[0].name] if spec.tie_word_embeddings else []
+        return dict.fromkeys([self._embedding, *map(self._module, tied)], spec.embedding_scale)
+
+    @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Outputs and inputs of the modules that may be changed, of the whole model."""
         spec, weights = self._holding.spec, self._holding.weights
-        names = {self._module(part.name) for piece in _changeable(layout(spec)) for part in piece.parts}
-        shapes = expected_shapes(spec, weights, _NAMING)
-        return {name: shapes[f"{name}.weight"] for name in names}
+        shapes, found = expected_shapes(spec, weights, _NAMING), {}
+        for piece in _changeable(layout(spec), spec):
+            for part in piece.parts:
+                own = part.rows.size, piece.inputs.size
+                is_shared = piece.name in (lookup_of(spec).name, head_of(spec).name)
+                module = self._module(part.name)
+                found[module] = own if is_shared else shapes[f"{module}.weight"]
+        return found
 
     def _check(self, folder: PeftFolder) -> None:
         if folder.rank > self._rank:
@@ -214,20 +257,45 @@ class AdapterSlots:
             if module not in self._shapes:
                 raise CheckpointError(
                     f"{folder.path}: {module!r} is no layer of this model that an adapter may change: those are linear "
-                    "layers of attention and MLP and a head of its own, not embeddings, heads that are tied to them, "
-                    "routers and experts"
+                    "layers of attention and MLP, the embedding and the head, not routers and experts"
+                )
+            if (module in folder.embeddings) != (module == self._embedding):
+                raise CheckpointError(
+                    f"{folder.path}: lora_embedding_A and lora_embedding_B are for the embedding, lora_A and lora_B "
+                    f"for linear layers; {module!r} has the others"
                 )
             if (actual := folder.shape(module)) != self._shapes[module]:
                 raise CheckpointError(
                     f"{folder.path}: the adapter of {module!r} is for a weight of shape {list(actual)}, the model's "
                     f"has {list(self._shapes[module])}"
                 )
+        self._check_copies(folder)
+
+    def _check_copies(self, folder: PeftFolder) -> None:
+        """The base weights that PEFT saves beside adapters of the embedding and the head are this model's, by their
+        shape: others are of a vocabulary that was made larger."""
+        head = self._module(head_of(self._holding.spec).parts[0].name)
+        for module, shape in folder.copies.items():
+            if module not in (self._embedding, head) or module not in folder.modules:
+                raise CheckpointError(
+                    f"{folder.path}: base_layer.weight of {module!r} is not supported: it is for embeddings and heads "
+                    "that have an adapter"
+                )
+            own = self._shapes[module] if module == head else self._shapes[module][::-1]
+            if shape != own:
+                raise CheckpointError(
+                    f"{folder.path}: base_layer.weight of {module!r} has shape {list(shape)}, the model's {list(own)}: "
+                    "the adapter is for a model with another vocabulary"
+                )
 
 
-def _changeable(pieces: Iterable[Piece]) -> Iterator[Linear]:
-    """Layers to whose products adapters can be added: not those that are computed in a way of their own."""
+def _changeable(pieces: Iterable[Piece], spec: ModelSpec) -> Iterator[Linear]:
+    """Layers to whose products adapters can be added: not those that are computed in a way of their own. The embedding
+    is one, and another one where it is the head, too."""
     for piece in pieces:
-        if not isinstance(piece, Linear) or piece.experts is not None:
-            continue
-        if not (piece.key_rows or piece.is_exact or piece.has_unit_rows):
-            yield piece
+        linears = [piece] if isinstance(piece, Linear) else []
+        if isinstance(piece, Table):
+            linears = [lookup_of(spec), head_of(spec)] if spec.tie_word_embeddings else [lookup_of(spec)]
+        for each in linears:
+            if each.experts is None and not (each.key_rows or each.is_exact or each.has_unit_rows):
+                yield each

@@ -145,18 +145,19 @@ class Holding:
         """Appends the product of x and the layer's weight; of the embedding, that with the head that is tied to it. A
         delta lies between the product and its activation, which is an op of its own then."""
         method, shape, weights = self._method(piece), self.shape_of(piece), self._slots(program, piece)
-        if self.delta is None or not self.delta.has(piece.name):
+        layer = head_of(self.spec).name if isinstance(piece, Table) else piece.name
+        if self.delta is None or not self.delta.has(layer):
             method.emit(program, shape, weights, x, out, epilogue)
             return
-        low = self.delta.shrink(program, piece.name, x)
+        low = self.delta.shrink(program, layer, x)
         if epilogue.activation:
             product = program.scratch("adapted", out, shape.outputs)
             method.emit(program, shape, weights, x, product)
-            self.delta.expand(program, piece.name, low, product)
+            self.delta.expand(program, layer, low, product)
             epilogue.finish(program, product, out)
         else:
             method.emit(program, shape, weights, x, out, epilogue)
-            self.delta.expand(program, piece.name, low, out)
+            self.delta.expand(program, layer, low, out)
 
     def experts(self, program: ProgramBuilder, piece: Linear) -> ExpertProducts:
         """What appends the products of a layer that every expert has. Raises ConfigError for a method whose weights are
@@ -173,6 +174,9 @@ class Holding:
         table = embedding_of(self.spec)
         first, slots = self.shard.part(table.rows).start, self._slots(program, table)
         self.method.emit_embedding(program, self.shape_of(table), slots, ids, first, out)
+        if self.delta is not None and self.delta.has(table.name):
+            low = self.delta.embed(program, table.name, ids, first)
+            self.delta.expand(program, table.name, low, out)
 
     def emit_logits(self, program: ProgramBuilder, x: Slot, out: Slot) -> None:
         """Appends out = this rank's columns of the logits of x."""

@@ -27,8 +27,15 @@ def embedding_of(spec: ModelSpec) -> Table:
     return Table("embedding", Axis(count, group=TP), Axis(spec.hidden_size), spec.embedding_scale)
 
 
+def lookup_of(spec: ModelSpec) -> Linear:
+    """The embedding as a linear layer whose inputs are tokens, as adapters change it. Its weight is the embedding's,
+    transposed."""
+    table = embedding_of(spec)
+    return Linear(table.name, (Part(table.name, table.inputs),), table.rows)
+
+
 def head_of(spec: ModelSpec) -> Linear:
-    """The head of a model whose embeddings are not tied."""
+    """The head of a model whose embeddings are not tied; of one whose are, what adapters change as its head."""
     rows, inputs = Part("lm_head", Axis(spec.vocab_size, group=TP)), Axis(spec.hidden_size)
     return Linear("lm_head", (rows,), inputs, has_unit_rows=spec.has_normalised_head)
 

@@ -113,6 +113,10 @@ class LinearDelta(Protocol):
         rank's inputs, in a row for each of the step's tokens, or, past the last attention, for each of its rows of
         logits. It comes before the layer's own product, which may meanwhile ask for its weight."""
 
+    def embed(self, program: ProgramBuilder, layer: str, ids: Slot, first_row: int) -> Slot:
+        """Appends the ops that make the same of the ids of a step's tokens, for the embedding: zeros for those that
+        have no row on this rank, whose first one is `first_row`."""
+
     def expand(self, program: ProgramBuilder, layer: str, low: Slot, product: Slot) -> None:
         """Appends the ops of product += delta, before the activation. `low` is what `shrink` returned."""
 

@@ -24,6 +24,7 @@ from support.peft_adapters import EVERY, merged, save_adapter
 from support.threads import ThreadWorld
 from support.tiny_models import prompt, reference_logits, relative_error, save_tiny, step_inputs
 
+SHARED = ("embed_tokens", "lm_head")
 IDS = [prompt(20, 97, seed) for seed in range(3)]
 
 
@@ -121,10 +122,24 @@ def test_fused_turned_and_scaled_layers_take_adapters(name: str, tmp_path: Path)
     assert relative_error(found[1], reference_logits(model, IDS[1])) < 1e-4
 
 
+@pytest.mark.parametrize("targets", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head", "v_proj")])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_adapters_of_the_embedding_and_of_the_head_change_the_one_that_they_name(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Gemma's are one weight, which is held scaled."""
+    model = save_family(tmp_path / "base", FAMILIES[name])
+    assert model.config.tie_word_embeddings == (name == "gemma3")
+    deltas = save_adapter(tmp_path / "one", model, 8, targets)
+    found = on_ranks(tmp_path / "base", 2, [tmp_path / "one"], (0, -1), backend="auto")
+    assert relative_error(found[0], reference_logits(merged(model, deltas), IDS[0])) < 1e-5
+    assert relative_error(found[1], reference_logits(model, IDS[1])) < 1e-5
+
+
 def test_adapters_fit_a_gguf_file_whose_rows_lie_otherwise_in_layers_without_rotary(tmp_path: Path) -> None:
     model = save_family(tmp_path / "base", FAMILIES["smollm3"])
     save_family_gguf(tmp_path / "model.gguf", model, FAMILIES["smollm3"])
-    deltas = save_adapter(tmp_path / "one", model, 8, ("q_proj", "k_proj"))
+    deltas = save_adapter(tmp_path / "one", model, 8, ("q_proj", "k_proj", *SHARED))
     found = on_ranks(tmp_path / "model.gguf", 2, [tmp_path / "one"], (0, -1))
     assert relative_error(found[0], reference_logits(merged(model, deltas), IDS[0])) < 1e-4
     assert relative_error(found[1], reference_logits(model, IDS[1])) < 1e-4
@@ -133,7 +148,7 @@ def test_adapters_fit_a_gguf_file_whose_rows_lie_otherwise_in_layers_without_rot
 @pytest.mark.parametrize("quantization", ["int8", "uint4", "a8w8"])
 def test_products_of_adapters_are_not_quantised(quantization: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "base", "qwen2")
-    deltas = save_adapter(tmp_path / "one", model, 8)
+    deltas = save_adapter(tmp_path / "one", model, 8, EVERY + SHARED)
     config = {"quantization": quantization, "dtype": "float32"}
     plain, changed = on_ranks(tmp_path / "base", 1, [tmp_path / "one"], (-1, 0), **config)
     error = relative_error(plain, reference_logits(model, IDS[0]))
@@ -144,7 +159,7 @@ def test_products_of_adapters_are_not_quantised(quantization: str, tmp_path: Pat
 def test_compiled_kernels_give_the_same_bits_alone_and_beside_other_adapters(dtype: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "base", "qwen2")
     folders = [tmp_path / str(seed) for seed in range(2)]
-    deltas = [save_adapter(folder, model, 8, seed=seed) for seed, folder in enumerate(folders)]
+    deltas = [save_adapter(folder, model, 8, EVERY + SHARED, seed=seed) for seed, folder in enumerate(folders)]
     world = ThreadWorld(1)
     held = with_adapters(tmp_path / "base", world, 0, folders, 16, "auto", dtype=dtype)
     together = step(held, IDS, (1, -1, 0))
@@ -165,6 +180,6 @@ def test_rows_of_logits_are_of_their_own_tokens_adapters(tmp_path: Path) -> None
 
 def test_an_adapter_of_zeros_gives_the_bits_of_the_base(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "base", "qwen2")
-    save_adapter(tmp_path / "zero", model, 8, lora_alpha=1e-30)
+    save_adapter(tmp_path / "zero", model, 8, EVERY + SHARED, lora_alpha=1e-30)
     held = with_adapters(tmp_path / "base", ThreadWorld(1), 0, [tmp_path / "zero"], 8, "auto")
     assert torch.equal(step(held, IDS[:1], [0])[0], step(held, IDS[:1], [-1])[0])

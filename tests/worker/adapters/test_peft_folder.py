@@ -28,6 +28,7 @@ from support.peft_adapters import save_adapter
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
 
+HEAD = {"A": (8, 96), "B": (97, 8)}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -60,6 +61,15 @@ def both(module: str) -> dict[str, torch.Tensor]:
     return {f"base_model.model.{module}.lora_{side}.weight": torch.ones(8, 8) for side in "AB"}
 
 
+def looked_up(module: str, tokens: int = 97, width: int = 96) -> dict[str, torch.Tensor]:
+    matrices = {"A": torch.ones(8, tokens), "B": torch.ones(width, 8)}
+    return {f"base_model.model.{module}.lora_embedding_{side}": matrix for side, matrix in matrices.items()}
+
+
+def copied(module: str, tokens: int) -> dict[str, torch.Tensor]:
+    return {f"base_model.model.{module}.base_layer.weight": torch.ones(tokens, 96)}
+
+
 def changed(adapter: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -78,6 +88,7 @@ def changed(adapter: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' is not supported"),
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"ensure_weight_tying": True}, "one adapter of both the embedding and the head that is tied to it"),
         ({"r": 0}, "r must be a positive integer"),
         ({"lora_alpha": "a"}, "lora_alpha must be a positive number"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern: '(' is no regular expression"),
@@ -120,7 +131,22 @@ def test_a_config_that_would_not_be_computed_exactly_is_refused(
         ),
         (
             lambda t: t.update(both("model.embed_tokens")),
-            "'model.embed_tokens' is no layer of this model that an adapter may change",
+            "lora_embedding_A and lora_embedding_B are for the embedding, lora_A and lora_B for linear layers; "
+            "'model.embed_tokens' has the others",
+        ),
+        (lambda t: t.update(looked_up("lm_head", 8, 8)), "'lm_head' has the others"),
+        (
+            lambda t: t.update(looked_up("model.embed_tokens", 9)),
+            "'model.embed_tokens' is for a weight of shape [96, 9], the model's has [96, 97]",
+        ),
+        (
+            lambda t: t.update(looked_up("model.embed_tokens") | copied("model.embed_tokens", 98)),
+            "base_layer.weight of 'model.embed_tokens' has shape [98, 96], the model's [97, 96]: the adapter is for a",
+        ),
+        (lambda t: t.update(copied("lm_head", 97)), "base_layer.weight of 'lm_head' is not supported"),
+        (
+            lambda t: t.update({f"{Q}.lora_embedding_A": t[f"{Q}.lora_A.weight"].clone()}),
+            "'model.layers.0.self_attn.q_proj' has two lora_A: remove one of both",
         ),
     ],
 )
@@ -237,6 +263,19 @@ def test_modules_are_found_whichever_class_of_the_model_was_trained(
     slots = slots_of(base[1])
     slots.load(0, adapter)
     assert holds_an_adapter(slots)
+
+
+def test_base_weights_that_peft_saves_beside_adapters_of_embedding_and_head_are_passed_over(
+    adapter: Path, base: tuple[Any, Path]
+) -> None:
+    slots = slots_of(base[1])
+    own = looked_up("model.embed_tokens") | {
+        f"base_model.model.lm_head.lora_{side}.weight": torch.ones(shape) for side, shape in HEAD.items()
+    }
+    changed(adapter, lambda tensors: tensors.update(own))
+    before = slots.stage(adapter).checksum
+    changed(adapter, lambda tensors: tensors.update(copied("model.embed_tokens", 97) | copied("lm_head", 97)))
+    assert slots.stage(adapter).checksum == before
 
 
 def test_a_pattern_that_would_match_for_ever_is_refused_in_time(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,16 @@ def test_rows_take_the_adapter_of_their_request_whatever_ran_before(adapted: Ada
             assert min(others) > 0.05, names
 
 
+def test_an_adapter_of_the_embedding_and_the_head_changes_its_requests_alone(
+    adapted: Adapted, on: dict[str, Any]
+) -> None:
+    deltas = save_adapter(adapted.folder / "one", adapted.models[""], 8, ("embed_tokens", "lm_head"), r=8, seed=1)
+    adapted.models["one"], names = merged(adapted.models[""], deltas), ("one", "", "one")
+    for name, ids, output in zip(names, ASKED, answers(adapted.load(**on), names), strict=True):
+        assert adapted.miss(name, ids, output) < 0.05
+        assert adapted.miss("one" if not name else "", ids, output) > 0.1
+
+
 @pytest.mark.parametrize("quantization", ["none", "uint4"])
 def test_rows_without_an_adapter_have_the_bits_of_a_model_without_any(
     quantization: str, adapted: Adapted, on: dict[str, Any]
