@@ -27,17 +27,30 @@ from allspan.worker.step.backend import HOST
 logger = logging.getLogger(__name__)
 
 
+def adapter_slots(holding: Holding, config: AdapterConfig, packer: Packer | None = None) -> AdapterSlots | None:
+    """Returns the slots, without memory yet; None where there are to be none. Raises ConfigError where adapters cannot
+    be served."""
+    parse_modules(config)
+    if not (num_slots := most_slots(config)):
+        return None
+    if holding.shard.stage != WHOLE:
+        raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
+    if holding.shard.attends_apart:
+        raise ConfigError("adapters are asked for, which do not go with data_parallel_attention: leave one out")
+    return AdapterSlots(holding, num_slots, config.max_lora_rank, packer)
+
+
 def bytes_of_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
     """Returns what the slots of the adapters that are named will take on this rank. Raises ConfigError where adapters
     cannot be served."""
-    slots = _slots(holding, config, device)
+    slots = adapter_slots(holding, config)
     return 0 if slots is None else _num_bytes(slots, config, device)
 
 
 def check_adapters(holding: Holding, config: AdapterConfig, device: str) -> int:
     """Returns `bytes_of_adapters`. Raises ConfigError as `open_adapters` does, but for numbers that are not finite:
     before the model's weights are read, which may take long."""
-    slots = _slots(holding, config, device)
+    slots = adapter_slots(holding, config)
     if slots is None:
         return 0
     for module in parse_modules(config):
@@ -58,7 +71,7 @@ def open_adapters(
     take adapters; None where it is to take none. `packer` must not be the one of the steps; `await_others` waits for
     the other ranks, however long they read. Raises ConfigError as `bytes_of_adapters` does, and naming it for an
     adapter that cannot be read, or that ranks have read differently."""
-    slots = _slots(model.holding, config, device, packer)
+    slots = adapter_slots(model.holding, config, packer)
     if slots is None:
         return None
     begun, modules = time.monotonic(), parse_modules(config)
@@ -97,18 +110,6 @@ def _num_copies(config: AdapterConfig) -> int:
     """Most adapters in host memory: none, where each has a slot of its own."""
     most, num_slots = most_adapters(config), most_slots(config)
     return most if most > num_slots else 0
-
-
-def _slots(holding: Holding, config: AdapterConfig, device: str, packer: Packer | None = None) -> AdapterSlots | None:
-    """The slots, without memory yet; None where there are to be none."""
-    parse_modules(config)
-    if not (num_slots := most_slots(config)):
-        return None
-    if holding.shard.stage != WHOLE:
-        raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
-    if holding.shard.attends_apart:
-        raise ConfigError("adapters are asked for, which do not go with data_parallel_attention: leave one out")
-    return AdapterSlots(holding, num_slots, config.max_lora_rank, packer)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from allspan.protos.api.errors import AllspanError, ConfigError
 from allspan.protos.config.config_json import from_json, settled
 from allspan.protos.config.settings import ModelConfig, WorkerConfig
-from allspan.worker.adapters.opening import bytes_of_adapters
+from allspan.worker.adapters.opening import adapter_slots, bytes_of_adapters
 from allspan.worker.backend.table import open_backend
 from allspan.worker.cache.budget import (
     CacheDemand,
@@ -253,7 +253,7 @@ def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
 
 def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
     """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
-    that layer's weight in 16 bits where it is held in fewer."""
+    that layer's weight in 16 bits where it is held in fewer. The pass of steps with adapters has buffers of its own."""
     if not open_backend(config.model.device).capabilities.has_own_memory:
         return 0
     holding, most = prepared.holding, config.scheduler
@@ -269,7 +269,10 @@ def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
     ]
     is_packed = holding.quantization != "none"
     widest = max(outputs * (most.max_num_batched_tokens + inputs * is_packed) for outputs, inputs in shapes)
-    return buffer_bytes(build_decoder(holding).program, capacity, dtype) + widest * dtype.itemsize
+    slots = adapter_slots(holding, config.adapters)
+    passes = [holding] if slots is None else [holding, replace(holding, delta=slots)]
+    buffers = sum(buffer_bytes(build_decoder(each).program, capacity, dtype) for each in passes)
+    return buffers + widest * dtype.itemsize
 
 
 def _described(spec: ModelSpec) -> dict[str, Any]:

@@ -12,7 +12,14 @@ import torch
 
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import ConfigError
-from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.protos.config.settings import (
+    AdapterConfig,
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServiceConfig,
+    WorkerConfig,
+)
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.load.draft_heads import prepare_drafter
@@ -148,6 +155,21 @@ def test_what_steps_take_of_a_gpu_is_taken_off_too(tmp_path: Path) -> None:
     page, freed = with_few.ranks[0].kv_bytes_per_page, with_many.ranks[0].step_bytes - with_few.ranks[0].step_bytes
     assert freed == pytest.approx((8192 - 512) / 8192 * with_many.ranks[0].step_bytes, rel=0.1)
     assert with_few.num_pages - with_many.num_pages == pytest.approx(freed / page, abs=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_slots_of_adapters_and_the_buffers_of_their_pass_are_taken_off(device: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", torch.bfloat16)
+    config = config_for(tmp_path)
+    config = replace(config, model=replace(config.model, device=device))
+    adapted = [replace(config, adapters=AdapterConfig(max_loras=count)) for count in (1, 3)]
+    without, one, three = (plan_memory(each, 1, Room(ROOM, ROOM), 1).ranks[0] for each in (config, *adapted))
+    slot = one.weight_bytes - without.weight_bytes
+    assert three.weight_bytes - one.weight_bytes == pytest.approx(2 * slot, rel=0.01)
+    if device == "cpu":
+        assert without.step_bytes == one.step_bytes == 0
+    else:
+        assert 1.5 < one.step_bytes / without.step_bytes < 2.5
 
 
 def test_buffers_take_what_is_planned(tmp_path: Path) -> None:
