@@ -35,8 +35,6 @@ def adapter_slots(holding: Holding, config: AdapterConfig, packer: Packer | None
         return None
     if holding.shard.stage != WHOLE:
         raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
-    if holding.shard.attends_apart:
-        raise ConfigError("adapters are asked for, which do not go with data_parallel_attention: leave one out")
     return AdapterSlots(holding, num_slots, config.max_lora_rank, packer)
 
 

@@ -177,8 +177,8 @@ class AdapterSlots:
             program.buffer(f"{name}: slots", rows, 1, is_integer=True),
             program.buffer(f"{name}: starts", Rows.ONE, self.num_slots + 1, is_integer=True),
         )
-        of_logits = rows is Rows.LOGITS
-        tokens = program.input("logits_rows", Rows.LOGITS) if of_logits else None
+        numbers = {Rows.LOGITS: "logits_rows", Rows.OWN: "own_rows"}.get(rows)
+        tokens = program.input(numbers, rows) if numbers is not None else None
         program.op("route_adapters", program.input("adapters"), tokens, routing)
         return routing
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allspan.protos.api.errors import ConfigError
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import ATTENTION_NORMS, MLP_NORMS, groups_of, head_of
 from allspan.worker.models.own_rows import OwnRows
@@ -65,10 +64,7 @@ class _Decoder:
         }
 
     def build(self, is_chained: bool) -> Decoder:
-        """Raises ConfigError for adapters where ranks attend apart: they name the slot of every row."""
         spec, program, holding, builder = self._spec, self._program, self._holding, self._builder
-        if holding.delta is not None and holding.shard.attends_apart:
-            raise ConfigError("data_parallel_attention: not with adapters: leave --data-parallel-attention out")
         stream, head = builder.stream(Rows.TOKENS), spec if isinstance(spec, HeadSpec) else None
         if holding.shard.stage.is_first:
             self._embed(stream)

@@ -110,8 +110,9 @@ class LinearDelta(Protocol):
 
     def shrink(self, program: ProgramBuilder, layer: str, x: Slot) -> Slot:
         """Appends the ops that make of x, row by row, the few numbers of which `expand` makes a delta. x has this
-        rank's inputs, in a row for each of the step's tokens, or, past the last attention, for each of its rows of
-        logits. It comes before the layer's own product, which may meanwhile ask for its weight."""
+        rank's inputs, in a row for each of the step's tokens, or of those that the rank attends for alone, or, past the
+        last attention, for each of its rows of logits. It comes before the layer's own product, which may meanwhile ask
+        for its weight."""
 
     def embed(self, program: ProgramBuilder, layer: str, ids: Slot, first_row: int) -> Slot:
         """Appends the ops that make the same of the ids of a step's tokens, for the embedding: zeros for those that

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from allspan.kernels.table import op_set
+from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.api.results import Output
 from allspan.protos.config.settings import (
+    AdapterConfig,
     CacheConfig,
     ModelConfig,
     SchedulerConfig,
@@ -32,13 +34,13 @@ from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load.attention_ranks import check_attention
 from allspan.worker.load.introspection import Inspection
 from allspan.worker.load.loader import prepare
-from allspan.worker.models.decoder import build_decoder
 from allspan.worker.models.shard import WHOLE, Place
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.row_inputs import PromptEmbeddings, PromptPositions
 from support.cores import Collected, request, step_until_idle
 from support.emulator.backend import add_device
+from support.peft_adapters import EVERY, save_adapter
 from support.prompt_positions import picture, save_sectioned
 from support.threads import ThreadWorld
 from support.tiny_models import prompt, save_tiny
@@ -62,10 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, (name, overrides) = tmp_path_factory.mktemp("attention"), MODELS[request.param]
-    if name == "sectioned":
-        save_sectioned(path, [2, 3, 3], **overrides)
-    else:
-        save_tiny(path, name, **overrides)
+    model = save_sectioned(path, [2, 3, 3], **overrides) if name == "sectioned" else save_tiny(path, name, **overrides)
+    save_adapter(path / "adapter", model, 8, (*EVERY, "kv_a_proj_with_mqa", "embed_tokens"))
     return path
 
 
@@ -75,12 +75,13 @@ def config(folder: Path, pages: int, host: int = 0) -> WorkerConfig:
         ServiceConfig("-"),
         CacheConfig(page_size=16, kv_cache_bytes=pages, host_kv_cache_bytes=host),
         SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=24),
+        adapters=AdapterConfig((f"one={folder / 'adapter'}",)),
     )
 
 
 def asked(folder: Path) -> list[Request]:
     """Shared prefixes, prompts of several chunks, samples, log-probabilities, hidden states, vectors, embedding rows,
-    and positions where a token has several."""
+    adapters, and positions where a token has several."""
     config = json.loads((folder / "config.json").read_text())
     first, many = prompt(50, VOCAB, 1), []
     for number in range(12):
@@ -96,6 +97,8 @@ def asked(folder: Path) -> list[Request]:
     rows = np.random.default_rng(1).standard_normal((7, config["hidden_size"])).astype(np.float32)
     for number, one in enumerate(many[2:4]):
         one.embeddings = PromptEmbeddings(3 + number, rows)
+    for one in many[5:13:3]:
+        one.adapter = AdapterModule("one", str(folder / "adapter")).loaded().digest
     if "mrope_section" in str(config):
         for number, one in enumerate(many[4:8]):
             one.positions = PromptPositions(picture(len(one.prompt_token_ids), number, 3, 4))
@@ -221,10 +224,7 @@ def test_what_it_does_not_go_with_is_refused_by_name(
     assert prepare(settings, CacheConfig(), 0, 1, Place(0, stages)).holding.shard.attends_apart is False
 
 
-def test_converted_models_and_adapters_are_refused_beside_it(folder: Path) -> None:
+def test_converted_models_are_refused_beside_it(folder: Path) -> None:
     settings = config(folder, 2**20).model
     with pytest.raises(ConfigError, match="is converted, with slices for 2 ranks: load the model that it was made"):
         check_attention(settings, 2, WHOLE, is_converted=True)
-    adapted: Any = replace(prepare(settings, CacheConfig(), 0, 2).holding, delta=object())
-    with pytest.raises(ConfigError, match="not with adapters: leave --data-parallel-attention out"):
-        build_decoder(adapted)
