@@ -1,4 +1,4 @@
-"""Two ranks with adapters: the tokens of one process."""
+"""Two ranks with adapters, side by side or as stages of a pipeline: the tokens of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 PROMPT = [7, 9, 200, 31]
 
 
-def test_two_ranks_give_each_adapters_tokens_to_requests_side_by_side(tmp_path: Path) -> None:
+def test_two_ranks_give_each_adapters_tokens(tmp_path: Path) -> None:
     folder = save_byte_model(tmp_path / "model", "qwen2", max_position_embeddings=256)
     model = AutoModelForCausalLM.from_pretrained(folder)
     modules = []
@@ -30,6 +30,11 @@ def test_two_ranks_give_each_adapters_tokens_to_requests_side_by_side(tmp_path: 
     with Engine(folder, threads=1, lora_modules=tuple(modules)) as engine:
         expected = {name: engine.generate([PROMPT], greedy, own)[0].token_ids for name, own in options.items()}
     assert len(set(expected.values())) == 3
+    with ClientEngine(folder, ranks=2, threads=1, pipeline_parallel_size=2, enable_lora=True) as engine:
+        for name in ("one", "two"):
+            engine.load_lora(name, tmp_path / name)
+            for each in ("", name):
+                assert engine.generate([PROMPT], greedy, options[each])[0].token_ids == expected[each]
     with ClientEngine(folder, ranks=2, threads=1, lora_modules=tuple(modules)) as engine:
         opened = {name: engine.start_request(PROMPT, greedy, options=own) for name, own in options.items()}
         for name, (handle, queue) in opened.items():

@@ -19,7 +19,6 @@ from allspan.worker.adapters.slots import AdapterSlots
 from allspan.worker.adapters.staged import difference
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.model import Model
-from allspan.worker.models.shard import WHOLE
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.step.backend import HOST
@@ -33,8 +32,6 @@ def adapter_slots(holding: Holding, config: AdapterConfig, packer: Packer | None
     parse_modules(config)
     if not (num_slots := most_slots(config)):
         return None
-    if holding.shard.stage != WHOLE:
-        raise ConfigError("adapters are asked for, which are not supported in pipelines: use tensor parallelism")
     return AdapterSlots(holding, num_slots, config.max_lora_rank, packer)
 
 

@@ -72,7 +72,7 @@ class AdapterSlots:
         """`packer`: packs while steps run; None: the one of the weights, which must not."""
         self._holding = replace(holding, delta=None, packer=packer or holding.packer)
         self._rank, self.num_slots = rank, count
-        self._layers = {piece.name: self._layer(piece) for piece in _changeable(holding.pieces, holding.spec)}
+        self._layers = {piece.name: self._layer(piece) for piece in self._held()}
         self.tensors: dict[str, Tensor] = {}
 
     @property
@@ -181,6 +181,13 @@ class AdapterSlots:
         tokens = program.input(numbers, rows) if numbers is not None else None
         program.op("route_adapters", program.input("adapters"), tokens, routing)
         return routing
+
+    def _held(self) -> Iterator[Linear]:
+        """The layers of this rank that may be changed. An embedding that is the head, too, is one of both at either end
+        of a pipeline."""
+        spec, stage = self._holding.spec, self._holding.shard.stage
+        others = {head_of(spec).name: stage.is_last, lookup_of(spec).name: stage.is_first}
+        return (piece for piece in _changeable(self._holding.pieces, spec) if others.get(piece.name, True))
 
     def _layer(self, piece: Linear) -> _Layer:
         shape, dtype = self._holding.shape_of(piece), self._holding.dtype

@@ -190,10 +190,10 @@ class Model:
             raise InternalError("states of drafts of a model that is no draft head")
         return newest.executor.rows(newest.decoder.chained)[:num_rows]
 
-    def stream(self, num_tokens: int) -> Tensor:
+    def stream(self, inputs: StepInputs) -> Tensor:
         """See `allspan.worker.step.model.StepModel`."""
-        plain = self._passes.plain
-        return plain.executor.rows(plain.decoder.residual)[:num_tokens]
+        own = self._passes.of(inputs)
+        return own.executor.rows(own.decoder.residual)[: inputs.ids.shape[0]]
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """Has the device record the forward pass of a padded step: later steps with their inputs in its place are one

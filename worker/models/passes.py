@@ -126,7 +126,7 @@ class Passes:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `StepRunner.run`."""
-        self.newest = newest = self._of(inputs)
+        self.newest = newest = self.of(inputs)
         if newest.decoder.given is not None and inputs.features is not None:
             newest.executor.rows(newest.decoder.given)[: len(inputs.features)].copy_(inputs.features)
         return newest.steps.run(inputs)
@@ -134,14 +134,15 @@ class Passes:
     def capture(self, inputs: StepInputs, record: Record) -> None:
         """See `StepRunner.capture`. What is recorded of any pass shares its memory with all others."""
         others = [recording for each in self._all for recording in each.steps.recordings]
-        self._of(inputs).steps.capture(inputs, lambda forward: record(forward, others))
+        self.of(inputs).steps.capture(inputs, lambda forward: record(forward, others))
 
     def forget_graphs(self) -> None:
         """See `StepRunner.forget_graphs`."""
         for each in self._all:
             each.steps.forget_graphs()
 
-    def _of(self, inputs: StepInputs) -> ForwardPass:
+    def of(self, inputs: StepInputs) -> ForwardPass:
+        """Returns the pass that runs such a step."""
         if inputs.is_chained and self._chained is not None:
             return self._chained
         return self._all[-1] if inputs.adapters is not None else self.plain

@@ -35,9 +35,9 @@ class StepModel(Protocol):
         """A copy of what the head read for these rows of the last step's logits, float32 [k, hidden_size]; only asked
         for where `row_inputs` has a `hidden_size`. No index is copied to the device for a range."""
 
-    def stream(self, num_tokens: int) -> Tensor:
+    def stream(self, inputs: StepInputs) -> Tensor:
         """The residual stream of a step's tokens, float32 [n, hidden_size], in place: what a stage of a pipeline that
-        is not the first begins with, and what one that is not the last has made. Only asked for there."""
+        is not the first begins that step with, and what one that is not the last has made. Only asked for there."""
 
 
 class Recording(Protocol):

@@ -62,7 +62,7 @@ class NullModel:
     def hidden_states(self, rows: Sequence[int]) -> Tensor:
         raise NotImplementedError("the model has none")
 
-    def stream(self, num_tokens: int) -> Tensor:
+    def stream(self, inputs: StepInputs) -> Tensor:
         raise NotImplementedError
 
 

@@ -12,6 +12,7 @@ from allspan.kernels.table import op_set
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.settings import (
+    AdapterConfig,
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -20,6 +21,7 @@ from allspan.protos.config.settings import (
     WorkerConfig,
 )
 from allspan.worker.cache.budget import Room
+from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.load.loader import prepare
 from allspan.worker.models.shard import Place
@@ -27,6 +29,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.tools.memory_plan import plan_memory
 from support.cores import Collected, request
+from support.peft_adapters import EVERY, save_adapter
 from support.thread_pipes import ThreadPipeline
 from support.tiny_models import prompt, save_tiny
 
@@ -44,7 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipeline")
-    save_tiny(path, request.param, **FAMILIES[request.param])
+    model = save_tiny(path, request.param, **FAMILIES[request.param])
+    save_adapter(path / "adapter", model, 8, (*EVERY, "embed_tokens", "lm_head"))
     return path
 
 
@@ -55,11 +59,13 @@ def config(folder: Path, stages: int, host: int = 0, kv: int = 2**20) -> WorkerC
         CacheConfig(page_size=16, kv_cache_bytes=kv, host_kv_cache_bytes=host),
         SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
         ParallelConfig(pipeline_parallel_size=stages),
+        adapters=AdapterConfig((f"one={folder / 'adapter'}",)),
     )
 
 
-def asked(vocab: int = 97) -> list[Request]:
-    """Shared prefixes, prompts of several chunks, samples, log-probabilities, hidden states and vectors."""
+def asked(core: EngineCore, vocab: int = 97) -> list[Request]:
+    """Shared prefixes, prompts of several chunks, samples, log-probabilities, hidden states and vectors; some with an
+    adapter."""
     first, many = prompt(50, vocab, 1), []
     for number in range(8):
         ids = (first if number % 2 else prompt(40, vocab, 2))[: 20 + 3 * number]
@@ -74,6 +80,8 @@ def asked(vocab: int = 97) -> list[Request]:
         replace(request(21 + i, prompt(45, vocab, 5), max_tokens=1), options=RequestOptions(pooling=pooling))
         for i, pooling in enumerate(("mean", "last", "cls"))
     ]
+    for one in many[1::3]:
+        one.adapter = core.adapters.listed()[1][0].digest
     return many
 
 
@@ -81,7 +89,7 @@ def outputs(loaded: LoadedEngine) -> list[Any]:
     """What the leader makes of `asked`."""
     core = loaded.core
     core.on_outputs = collected = Collected()
-    requests = asked()
+    requests = asked(core)
     for one in requests:
         core.submit(one)
     while core.step():
@@ -98,7 +106,7 @@ def in_stages(settings: WorkerConfig, stages: int, width: int = 1) -> tuple[list
         loaded[rank] = load_engine(settings, op_set("cpu", 1), world.collectives(rank), world.channels[rank])
         core = loaded[rank].core
         if rank:
-            for one in asked():
+            for one in asked(core):
                 core.submit(one)
         world.world.barrier.wait(20)
         made = [] if rank else outputs(loaded[0])

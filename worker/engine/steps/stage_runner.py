@@ -102,7 +102,7 @@ class StageRunner:
     def _forward(self, inputs: StepInputs) -> Tensor:
         """What the stage makes of what it gets: logits in the last one."""
         before, pipe = time.perf_counter(), self._pipe
-        stream = self._model.stream(inputs.ids.shape[0])
+        stream = self._model.stream(inputs)
         if pipe.stage > 0:
             held = stream if stream.is_cpu else torch.empty_like(stream, device="cpu")
             pipe.receive(held)
