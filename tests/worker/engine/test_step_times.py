@@ -8,6 +8,7 @@ import pytest
 
 from allspan.worker.engine.steps import step_times as timed
 from allspan.worker.engine.steps.step_times import LEAST_STEPS, SIZES
+from allspan.worker.parallel.local import LocalCollectives
 from support.cores import fake_core, request, step_until_idle
 from support.fake_model import greedy
 from support.threads import ThreadWorld
@@ -46,6 +47,12 @@ def test_all_ranks_time_the_same_steps_and_leave_no_trace(size: int) -> None:
     assert list(found[0]) == [each for each in SIZES if each <= 32]
     assert min(found[0].values()) >= 0
     assert list(told[0]) == greedy([5, 6, 7], 9)
+
+
+def test_a_model_of_a_shorter_context_is_timed_within_it() -> None:
+    core, model = fake_core(max_num_batched_tokens=32)
+    model.max_model_len = 9  # as one that drafts may have
+    assert list(core.time_steps(model, LocalCollectives())) == [each for each in SIZES if each <= 8]
 
 
 def test_slow_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

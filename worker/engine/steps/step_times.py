@@ -33,7 +33,7 @@ def step_times(
     pass on the slowest rank: the least of several rounds, and of large numbers only where there is time. All ranks call
     it at once. Keys and values go into pages that nobody has yet."""
     held = min(group.num_pages for group in limits.groups()) * limits.page_size
-    most = min(limits.max_chunk_tokens, limits.max_logits_rows, limits.max_model_len - 1, held)
+    most = min(limits.max_chunk_tokens, limits.max_logits_rows, model.max_model_len - 1, held)
     sizes = [size for size in SIZES if size <= most]
     found: dict[int, float] = {}
     began = time.perf_counter()
