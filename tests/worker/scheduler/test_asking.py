@@ -158,6 +158,15 @@ def test_its_time_is_learnt() -> None:
     assert not leader.ask(0.9)
 
 
+def test_runs_that_take_nothing_in_say_nothing_of_its_time() -> None:
+    leader = Leader(0.1)
+    run = leader.ask(0.9)
+    assert run
+    plan = StepPlan(1, 1, 0, draft_runs=(run,))
+    leader.asking.learn(plan, StepResult(1, {}, drafted={0: Drafted(run.first)}, draft_s=1e-5))
+    assert leader.ask(0.9) == run
+
+
 @pytest.mark.parametrize("before", [(), (1,), (1, 2), (3,)])
 def test_drafts_go_on_behind_those_of_others(before: tuple[int, ...]) -> None:
     drafts, one = RankDrafts(), request(1, [7, 8, 9])

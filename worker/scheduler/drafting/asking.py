@@ -115,6 +115,8 @@ class Asking:
         if self._costs is None or not result.drafted or result.draft_s <= 0:
             return
         taken = sum(result.drafted[run.row].num_tokens - run.first for run in plan.draft_runs)
+        if not taken:  # of no request could the drafter take in what follows
+            return
         depths = [len(result.drafted[run.row].drafts) for run in plan.draft_runs]
         error = math.log(result.draft_s / self._seconds(taken, depths))
         if self._speed is None:
