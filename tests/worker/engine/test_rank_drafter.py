@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from allspan.protos.api.options import RequestOptions
@@ -22,9 +23,10 @@ from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.asking import FIRST_TRIALS, TRIAL_DRAFTS, DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
+from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.rank_drafter import Drafted
 from support.cores import PAGE_SIZE, Collected, config, host_parts, request, step_until_idle
-from support.fake_model import FakeModel
+from support.fake_model import FakeModel, greedy
 from support.threads import ThreadWorld
 
 WIDTHS = {1: (97,), 2: (50, 47), 3: (33, 33, 31)}
@@ -54,10 +56,11 @@ def play(
     draft_widths: tuple[int, ...] = (),
     draft_len: int = 64,
     costs: tuple[dict[int, float], dict[int, float]] = ({}, {}),
+    fails: int = 0,
     **scheduler: int,
 ) -> tuple[dict[bytes, Output], SchedulerCounters, FakeModel]:
     """What requests get, on one rank each of `rounds` when the one before is over; `most` drafts of a step, 0: none.
-    `costs`: of steps, and of the drafter's. Also the leader's counters and its drafter."""
+    `costs`: of steps, and of the drafter's. So many requests fail. Also the leader's counters and its drafter."""
     world, collected, found = ThreadWorld(size), Collected(), dict[int, tuple[EngineCore, FakeModel]]()
     settings = config(**scheduler)
 
@@ -87,7 +90,7 @@ def play(
         core.run()
 
     world.run(on_rank)
-    assert not collected.errors
+    assert len(collected.errors) == fails
     core, draft = found[0]
     return collected.outputs, core._planner.scheduler.counters, draft
 
@@ -138,6 +141,20 @@ def test_a_request_begins_with_the_keys_that_the_drafter_has_left() -> None:
     assert told(found) == told(plain)
     assert counters.accepted_tokens == counters.draft_tokens > 12
     assert draft.most_tokens == 22  # the first prompt and two tokens: later ones begin behind it
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, end = FakeModel._logits, greedy([4, 5, 6], 4)[-1]
+
+    def broken(model: FakeModel, inputs: StepInputs, row: int) -> np.ndarray:
+        assert int(inputs.ids.min()) >= 0  # a real model has no such row of its embedding
+        return logits(model, inputs, row) * (np.nan if inputs.ids[row] == end else 1.0)
+
+    monkeypatch.setattr(FakeModel, "_logits", broken)
+    good, bad = (request(number, range(number, number + 3), max_tokens=9, temperature=0.0) for number in (1, 4))
+    found, counters, _ = play(4, [good, bad], fails=1)
+    assert told(found)[good.request_id] == told(play(0, [good])[0])[good.request_id]
+    assert counters.draft_tokens
 
 
 def test_a_drafter_that_is_too_slow_is_tried_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

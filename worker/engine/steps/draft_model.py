@@ -112,10 +112,11 @@ class DraftModel:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _count(self, run: DraftRun, rows: DraftRows) -> int:
-        """How many of the row's tokens a run takes in: none behind an id that the model does not have."""
+        """How many of the row's tokens a run takes in: none behind an id that the model does not have, and none behind
+        -1, which a row has whose logits were not finite."""
         count = min(run.most, int(rows.num_tokens[run.row]) - run.first)
         tokens = rows.tokens[run.row, run.first : run.first + count]
-        unknown = np.flatnonzero(tokens >= self._vocab_size)
+        unknown = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         return int(unknown[0]) if len(unknown) else count
 
     def _forward(
