@@ -62,7 +62,7 @@ class PageManager:
         self._page_size = limits.page_size
         self._settings = settings
         self._row_inputs = limits.row_inputs
-        logged = next((group for group in self.groups if group.keeps_all), self.groups[0])
+        logged = next((group for group in self._model if group.keeps_all), self.groups[0])
         self.log: PageLog | None = None
         """What requests may begin with: the pages of the group that keeps whole contexts, where there is one."""
         self._logged = logged.index

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.scheduler.drafting.asking import EXPECTED_LEFT, FIRST_TRIALS, TRIAL_DRAFTS, Asking, DrafterFacts
 from allspan.worker.scheduler.drafting.costs import StepCosts
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
@@ -113,6 +114,22 @@ def test_pages_for_drafts_leave_one_for_each_request() -> None:
     assert held.num_available == 1
     leader.memory.commit_drafted(leader.one, 2)
     assert held.num_available == 2
+
+
+def test_pages_of_windows_are_told_of_and_not_those_of_a_drafter() -> None:
+    limits = Limits(97, 64, 4, 16, 4, 64, 9, PageLifetime(8), (GroupLimits(16, is_drafter=True),))
+    memory = PageManager(limits, PrefixSettings(enabled=True, model="model"))
+    one = request(1, range(20), max_tokens=4)
+    one.row = 0
+    (hit,) = memory.match(one) or ()
+    memory.join(one, hit)
+    one.num_drafted = 8
+    memory.commit_drafted(one, 0)
+    assert memory.log is not None
+    assert len(memory.log) == 0
+    one.num_computed = 20
+    memory.commit_computed(one)
+    assert len(memory.log) == 5
 
 
 def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_time() -> None:
