@@ -84,6 +84,10 @@ class Weights:
         files, or finds another model there, nothing has been read: weights that were loaded still are. When reading
         breaks off, they are not.
         """
+        self.read(self.opened(), on_progress)
+
+    def opened(self) -> loader.Weights:
+        """Opens what lies at the model's path now; `read` comes next. Raises as `reload`, with nothing read."""
         failure, weights = "", None
         try:
             weights = self._open()
@@ -91,6 +95,11 @@ class Weights:
             failure = str(error)
         self._agree(failure)
         assert weights is not None  # else this rank's failure has been raised
+        return weights
+
+    def read(self, weights: loader.Weights, on_progress: Callable[[], None]) -> None:
+        """Reads what was opened just now. Raises as `reload`."""
+        failure = ""
         self.is_loaded = False
         try:
             model = self._model
@@ -171,9 +180,10 @@ class AllWeights:
             each.discard()
 
     def reload(self, on_progress: Callable[[], None]) -> None:
-        """See `Weights.reload`. Where a later model's cannot be read, those before it have been."""
-        for each in self._each:
-            each.reload(on_progress)
+        """See `Weights.reload`. Nothing is read before the files of all models are open."""
+        opened = [each.opened() for each in self._each]
+        for each, weights in zip(self._each, opened, strict=True):
+            each.read(weights, on_progress)
 
     def checkpoint(self) -> Checkpoint:
         """What the first model's were read from. Raises CheckpointError."""

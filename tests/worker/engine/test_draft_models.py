@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allspan.protos.api.errors import ConfigError, ModelNotFound
+from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.protos.api.results import Output
 from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.speculation import Speculation
@@ -177,6 +177,29 @@ def test_weights_of_both_models_are_unloaded_and_read_again(folders: dict[str, P
         engine.start_model()
         assert [completion.token_ids for completion in engine.generate([[1, 2, 3]], params)] == ids
         assert held(drafting) == before
+
+
+def test_a_reload_is_refused_as_a_whole_where_another_model_would_draft(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    model = save_tiny(one, "llama", vocab_size=VOCAB, **FIXED)
+    save_tiny(other, "llama", vocab_size=VOCAB, **FIXED)
+    asks = json.dumps({"model": str(other)})
+    with Engine(one, speculative_config=asks, threads=1, max_num_seqs=2, max_model_len=64) as engine:
+        params = SamplingParams(max_tokens=12, temperature=0.0)
+        ids = [completion.token_ids for completion in engine.generate([[1, 2, 3]], params)]
+        model.lm_head.weight.data *= -1
+        model.save_pretrained(one)
+        save_tiny(other, "llama", vocab_size=VOCAB, num_hidden_layers=1, **FIXED)
+        engine.stop_model()
+        with pytest.raises(CheckpointError, match="other: another model lies here now"):
+            engine.reload_weights()
+        engine.start_model()
+        assert [completion.token_ids for completion in engine.generate([[1, 2, 3]], params)] == ids
+        save_tiny(other, "llama", vocab_size=VOCAB, **FIXED)
+        engine.stop_model()
+        engine.reload_weights()
+        engine.start_model()
+        assert [completion.token_ids for completion in engine.generate([[1, 2, 3]], params)] != ids
 
 
 def test_keys_of_the_drafter_come_back_from_the_host_tier(folders: dict[str, Path]) -> None:
