@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from allspan.protos.api.errors import CheckpointError, ConfigError
+from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
 from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.model_files.json_values import parse_object, shown
 
@@ -91,11 +91,16 @@ def parse_speculation(text: str) -> Speculation | None:
 
 
 def with_draft_model(text: str, find: Callable[[str], str]) -> str:
-    """The same settings with the path of the model that drafts, which `find` finds by its name."""
+    """The same settings with the path of the model that drafts, which `find` finds by its name. Raises ModelNotFound,
+    naming the key."""
     asked = parse_speculation(text)
     if asked is None or asked.method not in _WITH_MODEL:
         return text
-    return json.dumps(json.loads(text) | {"model": find(asked.model)})
+    try:
+        path = find(asked.model)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"speculative_config: {error.message}") from error
+    return json.dumps(json.loads(text) | {"model": path})
 
 
 def speculation_of(config: WorkerConfig) -> Speculation | None:
