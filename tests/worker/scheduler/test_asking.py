@@ -62,6 +62,12 @@ class Leader:
             self.drafts.take(self.one, Drafted(drafted), self.one.num_drafted)
             self.one.num_drafted = drafted
 
+    def end_another(self, count: int) -> None:
+        """A request ends that has got so many tokens."""
+        other = request(2, [1])
+        other.output_token_ids = [5] * count
+        self.asking.ended(other)
+
 
 def test_likely_drafts_of_a_cheap_drafter_are_asked_for_in_numbers() -> None:
     drafts = [Leader(share).ask(chance) for share in (0.02, 0.1, 0.3) for chance in (0.95, 0.7, 0.5, 0.2)]
@@ -75,6 +81,16 @@ def test_likely_drafts_of_a_cheap_drafter_are_asked_for_in_numbers() -> None:
 def test_what_the_drafter_lacks_counts_by_the_tokens_that_are_still_to_come() -> None:
     assert Leader(0.3, prompt=900, max_tokens=2 * EXPECTED_LEFT).ask(0.7)
     assert not Leader(0.3, prompt=900, max_tokens=40).ask(0.7)
+
+
+def test_the_tokens_that_are_still_to_come_are_those_that_others_have_got() -> None:
+    leader = Leader(0.3, prompt=900, max_tokens=2 * EXPECTED_LEFT)
+    for count in [9] * 12:
+        leader.end_another(count)
+    assert not leader.ask(0.7)
+    for count in [0] * 40 + [EXPECTED_LEFT] * 12:  # those that got none had hardly begun
+        leader.end_another(count)
+    assert leader.ask(0.7)
 
 
 def test_a_long_way_behind_takes_as_many_steps_as_it_needs() -> None:

@@ -53,16 +53,13 @@ class _Wish:
     total: int
     """Its tokens when the step is over, if all of the step's drafts are kept."""
     chances: Sequence[float]
+    left: float
+    """Tokens that are still expected of it."""
 
     @property
     def behind(self) -> int:
         """Tokens that the drafter has not taken in."""
         return self.total - self.request.num_drafted
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still expected of it."""
-        return min(EXPECTED_LEFT, self.request.max_tokens - len(self.request.output_token_ids))
 
 
 class Asking:
@@ -84,6 +81,8 @@ class Asking:
         self._unasked_s = 0.0
         """Seconds of steps since the last one behind which something was drafted."""
         self._num_trials = 0
+        self._length = float(EXPECTED_LEFT)
+        """Tokens of an answer, as they have been lately: many end long before they have all that they ask for."""
 
     def fill(
         self,
@@ -124,6 +123,11 @@ class Asking:
         else:
             self._speed += _FAST * min(max(error, -_FARTHEST), _FARTHEST)
 
+    def ended(self, request: Request) -> None:
+        """The request has ended: others' answers may be as long."""
+        if count := len(request.output_token_ids):
+            self._length += _FAST * (min(count, EXPECTED_LEFT) - self._length)
+
     def _wishes(self, step: StepBuilder, verifies: Callable[[Request], bool], chances: Chances) -> list[_Wish]:
         """The requests that the step decodes and that may be drafted for behind it."""
         found = []
@@ -133,13 +137,13 @@ class Asking:
             if self._follows:
                 request.num_drafted = request.num_computed
             total = request.num_tokens + run.num_tokens
-            left = (
-                request.max_tokens - len(request.output_token_ids) - 2
-            )  # this step's token, and one behind the drafts
-            most = min(self._most, left, self._max_model_len - total)
+            left = request.max_tokens - len(request.output_token_ids)
+            # but for this step's token, and one behind the drafts
+            most = min(self._most, left - 2, self._max_model_len - total)
             has_ids = request.embeddings is None and request.positions is None
             if most > 0 and has_ids and verifies(request) and not self.drafts.refuses(request):
-                found.append(_Wish(request, most, total, chances(request, most) if self._costs else ()))
+                likely = chances(request, most) if self._costs else ()
+                found.append(_Wish(request, most, total, likely, min(left, self._length)))
         return found
 
     def _worthwhile(self, wishes: Sequence[_Wish], rows: int) -> tuple[list[_Wish], int]:

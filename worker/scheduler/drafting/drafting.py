@@ -143,6 +143,8 @@ class Drafting:
         """The request has ended."""
         for drafter in self._drafters:
             drafter.forget(request)
+        if self._asking:
+            self._asking.ended(request)
         self._acceptance.forget(request)
         self._proposed.pop(request.request_id, None)
 
