@@ -164,6 +164,16 @@ def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_tim
     assert {run.num_drafts for run in trials} == {TRIAL_DRAFTS}
 
 
+def test_a_trial_behind_a_long_prompt_goes_on_until_something_is_drafted() -> None:
+    leader, asked = Leader(0.1, prompt=100, max_tokens=2000), list[DraftRun]()
+    for _ in range(600):
+        if run := leader.ask(0.1, budget=40):
+            asked.append(run)
+        leader.go_on(run.first + run.most if run else -1)
+    assert any(run.num_drafts for run in asked)
+    assert sum(run.most for run in asked) * 0.1 * STEADY[64] / 64 <= 0.01 * 600
+
+
 def test_a_drafter_whose_timing_was_misled_is_found_out() -> None:
     leader = Leader(5.0, trials=0)
     counts = []

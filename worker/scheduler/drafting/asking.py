@@ -95,7 +95,7 @@ class Asking:
         """Asks for drafts behind the step, for requests that it decodes. Returns the pages that they take."""
         wishes, count = self._wishes(step, verifies, chances), self._most
         if self._costs:
-            wishes, count = self._worthwhile(wishes, len(step.sampled))
+            wishes, count = self._worthwhile(wishes, len(step.sampled), step.budget)
         grants: list[Grant] = []
         budget = step.budget
         for wish in wishes if count else ():
@@ -146,8 +146,9 @@ class Asking:
                 found.append(_Wish(request, most, total, likely, min(left, self._length)))
         return found
 
-    def _worthwhile(self, wishes: Sequence[_Wish], rows: int) -> tuple[list[_Wish], int]:
-        """For which requests drafts are asked for in a step of so many `rows`, and how many for each."""
+    def _worthwhile(self, wishes: Sequence[_Wish], rows: int, budget: int) -> tuple[list[_Wish], int]:
+        """For which requests drafts are asked for in a step of so many `rows`, and how many for each. `budget`: tokens
+        that the drafter may take in."""
         assert self._costs is not None
         likely = [wish for wish in wishes if wish.chances[0] >= LEAST_CHANCE]
         plain_s = self._costs.seconds(rows, False)
@@ -158,7 +159,9 @@ class Asking:
         nearest = min(wishes, key=lambda wish: wish.behind, default=None)
         if nearest and (self._num_trials < FIRST_TRIALS or self._trial_s(nearest) <= TRIAL_SHARE * self._unasked_s):
             self._num_trials += 1
-            self._unasked_s = 0.0
+            # A trial of several steps goes on with what is left of its time.
+            part_s = self._seconds(budget, ()) if budget < nearest.behind else self._unasked_s
+            self._unasked_s = max(0.0, self._unasked_s - part_s / TRIAL_SHARE)
             return [nearest], TRIAL_DRAFTS
         return [], 0
 
