@@ -159,7 +159,7 @@ def _draft(
     model.forget_expert_loads()  # the tokens of these steps are nobody's
     facts: DrafterFacts | None = None
     if drafter is not None:
-        times = step_times(drafter.trial, drafter.model, collectives, core.limits)
+        times = step_times(drafter.trial, drafter.model, drafter.max_model_len, collectives, core.limits)
         facts = DrafterFacts(drafter.max_model_len, times, drafter.follows)
     if core.is_leader:
         core.draft_with(asked, seconds, facts)

@@ -27,13 +27,14 @@ class Timed(Protocol):
 
 
 def step_times(
-    trial: Callable[[int], StepInputs], model: Timed, collectives: Collectives, limits: Limits
+    trial: Callable[[int], StepInputs], model: Timed, max_model_len: int, collectives: Collectives, limits: Limits
 ) -> dict[int, float]:
     """Returns for some numbers of tokens of one request, of which `trial` makes the inputs, the seconds of a forward
     pass on the slowest rank: the least of several rounds, and of large numbers only where there is time. All ranks call
-    it at once. Keys and values go into pages that nobody has yet."""
+    it at once. Keys and values go into pages that nobody has yet. `max_model_len`: tokens of a request that the model
+    is made for."""
     held = min(group.num_pages for group in limits.groups()) * limits.page_size
-    most = min(limits.max_chunk_tokens, limits.max_logits_rows, model.max_model_len - 1, held)
+    most = min(limits.max_chunk_tokens, limits.max_logits_rows, max_model_len - 1, held)
     sizes = [size for size in SIZES if size <= most]
     found: dict[int, float] = {}
     began = time.perf_counter()
