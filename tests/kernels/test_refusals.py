@@ -77,6 +77,7 @@ REFUSALS: list[tuple[str, Callable[[], list[Any]], type[Exception], str]] = [
     ("gather_rows", lambda: [randn(2, 8), torch.tensor([0]), poison(1, 8)], TypeError, "rows is torch.int64, not"),
     ("put_columns", lambda: [randn(2, 3), 6, poison(2, 8)], ValueError, "out has fewer columns than x is to be put in"),
     ("put_columns", lambda: [randn(2, 3), -1, poison(2, 8)], ValueError, "out has fewer columns than x is to be put"),
+    ("put_columns", lambda: [randn(2, 3), 2**63 - 1, poison(2, 8)], ValueError, "out has fewer columns than x is to"),
     (
         "rotary",
         lambda: [randn(1, 1, 8), randn(1, 1, 8), ints([4]), randn(4, 8)],

@@ -202,7 +202,7 @@ Task put_columns(Runtime&, OpArguments& args) {
   const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
   const int64_t first = args.number<int64_t>(1), width = x.shape[1];
   const Tensor out = args.floats(args.at(2), "out", {x.shape[0], kAny});
-  args.require(first >= 0 && first + width <= out.shape[1], "out has fewer columns than x is to be put in");
+  args.require(first >= 0 && first <= out.shape[1] - width, "out has fewer columns than x is to be put in");
   return {x.shape[0], [=](Worker& worker, int64_t rows) {
             worker.split(rows, rows_per_part(width), [&](int64_t begin, int64_t end) {
               for (int64_t row = begin; row < end; ++row)
