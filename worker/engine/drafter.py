@@ -91,7 +91,8 @@ class _HeadWeights(Weights):
 
     def _open(self) -> CheckpointWeights:
         ranks = self._collectives
-        found = prepare_head(self._whole, prepare(self._config, self._cache, ranks.rank, ranks.size))
+        target = prepare(self._config, self._cache, ranks.rank, ranks.size)
+        found = prepare_head(self._whole, target, self._head.spec)
         if found is None or not found.is_like(self._head):
             raise CheckpointError(
                 "the head that drafts (speculative_config): another one lies here now; restart to draft with it, or "

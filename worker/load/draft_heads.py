@@ -78,9 +78,9 @@ def prepare_drafter(config: WorkerConfig, model: Prepared, rank: int, size: int)
     return prepare_draft(config, model.max_model_len, rank, size) or prepare_head(config, model)
 
 
-def prepare_head(config: WorkerConfig, target: Prepared) -> PreparedHead | None:
-    """What a rank holds of the head that drafts for a target, of which it holds `target`; None where none does. Raises
-    ConfigError or CheckpointError."""
+def prepare_head(config: WorkerConfig, target: Prepared, held: HeadSpec | None = None) -> PreparedHead | None:
+    """What a rank holds of the head that drafts for a target, of which it holds `target`; None where none does. `held`:
+    of the head that is to be read again. Raises ConfigError or CheckpointError."""
     asked = speculation_of(config)
     if asked is None or asked.method not in (EAGLE3, MTP):
         return None
@@ -89,18 +89,20 @@ def prepare_head(config: WorkerConfig, target: Prepared) -> PreparedHead | None:
         return prepare_mtp(config.model, target)
     quantization = "none" if asked.quantization == "auto" else asked.quantization
     try:
-        return prepare_eagle3(asked.model, config.model, target, quantization)
+        return prepare_eagle3(asked.model, config.model, target, quantization, held)
     except (ConfigError, CheckpointError) as error:
         raise type(error)(f"the head that drafts (speculative_config): {error.message}") from error
 
 
-def prepare_eagle3(path: str, config: ModelConfig, target: Prepared, quantization: str = "none") -> PreparedHead:
-    """Opens the EAGLE-3 head in the folder `path` for a target of this configuration. Raises CheckpointError or
-    ConfigError."""
+def prepare_eagle3(
+    path: str, config: ModelConfig, target: Prepared, quantization: str = "none", held: HeadSpec | None = None
+) -> PreparedHead:
+    """Opens the EAGLE-3 head in the folder `path` for a target of this configuration. Where one is `held` already, it
+    goes on with the embedding that it has. Raises CheckpointError or ConfigError."""
     file, is_random = Path(path).expanduser() / "config.json", config.load_format == "dummy"
     checkpoint = None if is_random else TensorFolder(file.parent)
     names: Collection[str] = () if checkpoint is None else checkpoint.names()
-    if checkpoint is not None and _has_embedding_of(checkpoint, target):
+    if checkpoint is not None and (not held.has_embedding if held else _has_embedding_of(checkpoint, target)):
         names = [name for name in names if name != eagle3_weights(names).foreign(EMBEDDING, checkpoint.naming)]
     spec = read_eagle3(ForeignConfig(read_json_object(file), str(file)), target.source.spec, names)
     dtype = target.holding.dtype

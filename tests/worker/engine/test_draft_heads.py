@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, ConfigError, ModelNotFound
@@ -171,6 +172,23 @@ def test_another_head_in_the_place_of_one_is_not_read(eagle3: tuple[Path, str], 
     save_eagle3(head, VOCAB, 80)
     with pytest.raises(CheckpointError, match=r"the head that drafts .* another one lies here now"):
         engine.weights.reload(lambda: None)
+
+
+def test_a_head_with_a_copy_of_the_embedding_goes_on_where_its_target_has_other_weights(
+    eagle3: tuple[Path, str], tmp_path: Path
+) -> None:
+    model, head = tmp_path / "model", tmp_path / "head"
+    shutil.copytree(eagle3[0], model)
+    shutil.copytree(json.loads(eagle3[1])["model"], head)
+    whole, own = (load_file(folder / "model.safetensors") for folder in (model, head))
+    save_file(own | {"embed_tokens.weight": whole["model.embed_tokens.weight"].clone()}, head / "model.safetensors")
+    engine = loaded(model, json.dumps({"method": "eagle3", "model": str(head)}))
+    changed = {name: 2 * tensor for name, tensor in whole.items()}
+    save_file(changed, model / "model.safetensors")
+    engine.weights.reload(lambda: None)
+    assert torch.equal(engine.model.weights["norm.weight"], changed["model.norm.weight"])
+    assert engine.draft_model is not None
+    assert torch.equal(engine.draft_model.weights["norm.weight"], own["norm.weight"])
 
 
 @pytest.mark.parametrize(
