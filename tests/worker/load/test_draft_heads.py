@@ -79,6 +79,7 @@ def test_a_rank_holds_its_share_of_the_layer_and_all_of_the_first_product(target
         ({"model_type": "qwen3"}, "model_type 'qwen3' is not supported for a head"),
         ({"fc_norm": True}, "fc_norm true is not supported"),
         ({"layer_types": ["sliding_attention"]}, r"layer_types \['sliding_attention'\] is not supported for a head"),
+        ({"layer_types": 5}, "layer_types 5 is not supported for a head"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false is not supported"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm true is not supported .supported: false"),
         ({"speculators_model_type": "mlp"}, "speculators_model_type 'mlp' is not supported"),

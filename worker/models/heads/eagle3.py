@@ -111,7 +111,8 @@ def _refuse(config: ForeignConfig, layer: ForeignConfig, nvidia: ForeignConfig |
         raise layer.error(
             f"num_hidden_layers {shown(layer.get('num_hidden_layers'))} is not supported for a head (1 is)"
         )
-    if any(kind != FULL for kind in layer.get("layer_types") or ()):
+    kinds = layer.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
         raise layer.error(f"layer_types {shown(layer.get('layer_types'))} is not supported for a head ({FULL} is)")
     if config.flag("fc_norm"):
         raise config.error("fc_norm true is not supported (supported: norm_before_fc, one norm of all features)")
