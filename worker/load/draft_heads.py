@@ -227,7 +227,12 @@ def _target_ids(checkpoint: TensorFolder, spec: HeadSpec, vocab_size: int) -> Id
             f"{offsets.dtype}, expected {spec.vocab_size} whole numbers"
         )
     found = torch.arange(spec.vocab_size) + offsets.long()
-    if not bool(((found >= 0) & (found < vocab_size)).all()):
-        raise CheckpointError(f"{checkpoint.where(TARGET_IDS)}: tensor {TARGET_IDS!r} leads to ids that are not there")
+    outside = ((found < 0) | (found >= vocab_size)).nonzero()
+    if len(outside):
+        first = int(outside[0])
+        raise CheckpointError(
+            f"{checkpoint.where(TARGET_IDS)}: tensor {TARGET_IDS!r} leads from the head's id {first} to "
+            f"{int(found[first])}, must be to one from 0 to {vocab_size - 1}: it is the head of another model"
+        )
     ids: Ids = found.to(torch.int32).numpy()
     return ids
