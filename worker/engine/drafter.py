@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allspan.kernels.ops import OpSet
 from allspan.protos.api.errors import CheckpointError, ConfigError
@@ -98,7 +98,8 @@ class _HeadWeights(Weights):
                 "the head that drafts (speculative_config): another one lies here now; restart to draft with it, or "
                 "put weights of the same shapes back"
             )
-        return CheckpointWeights(self._model.holding, found.checkpoint)
+        named = replace(self._model.holding, weights=found.holding.weights)  # the same tensors may have other names now
+        return CheckpointWeights(named, found.checkpoint)
 
 
 def load_drafter(

@@ -174,6 +174,18 @@ def test_another_head_in_the_place_of_one_is_not_read(eagle3: tuple[Path, str], 
         engine.weights.reload(lambda: None)
 
 
+def test_weights_of_a_head_come_back_from_a_file_with_other_names(eagle3: tuple[Path, str], tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(json.loads(eagle3[1])["model"], head)
+    engine = loaded(eagle3[0], json.dumps({"method": "eagle3", "model": str(head)}))
+    tensors = load_file(head / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"norm.weight": 2 * tensors["norm.weight"]}, head / "model.safetensors")
+    engine.weights.reload(lambda: None)
+    assert engine.draft_model is not None
+    assert torch.equal(engine.draft_model.weights["norm.weight"], 2 * tensors["norm.weight"])
+
+
 def test_a_head_with_a_copy_of_the_embedding_goes_on_where_its_target_has_other_weights(
     eagle3: tuple[Path, str], tmp_path: Path
 ) -> None:
