@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.drafting.drafter import Draft
-from allspan.worker.scheduler.drafting.drafting import Drafting, Verifies
+from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.request import Request
 
 
@@ -26,6 +26,6 @@ class Guesses:
         pass
 
 
-def drafting(drafter: Guesses, most: int, vocab_size: int, verifies: Verifies = lambda params: True) -> Drafting:
+def drafting(drafter: Guesses, most: int, vocab_size: int) -> Drafting:
     """Drafting that runs whatever is proposed."""
-    return Drafting(Speculation("toy", most), (drafter,), verifies, vocab_size)
+    return Drafting(Speculation("toy", most), (drafter,), vocab_size)

@@ -192,7 +192,7 @@ class EngineCore:
         from_ranks = next((each for each in drafters if isinstance(each, RankDrafts)), None)
         if from_ranks and drafter:
             asking = Asking(from_ranks, asked.num_speculative_tokens, most, drafter, costs)
-        drafting = Drafting(asked, drafters, self.sampler.verifies_drafts, size, costs, asking=asking)
+        drafting = Drafting(asked, drafters, size, costs, asking=asking)
         self._planner.scheduler.drafting = drafting
 
     def time_steps(self, model: StepModel, collectives: Collectives) -> dict[int, float]:

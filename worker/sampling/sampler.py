@@ -157,18 +157,16 @@ class Sampler:
         if self._device:
             self._device.remove(row)
 
-    def verifies_drafts(self, params: SamplingParams) -> bool:
-        """Whether several tokens of such a row can be sampled in one step, the later ones behind drafts."""
-        return self._device is None or (params.grammar is None and not processors_of(self._asked(params)))
-
     def begin_drafts(self, row: int, position: int) -> None:
         """The row's tokens from `position` on are drafts, until `retract`."""
         self._grammars.begin_drafts(row, position)
 
     def retract(self, row: int, position: int) -> None:
-        """Drafts of the row have been verified: of what it was sampled by, its tokens before `position` hold."""
+        """Drafts of the row have been verified: of what it was sampled by, its tokens before `position` hold. A device
+        has counted no others."""
         self._grammars.retract(row, position)
-        self._host.retract(row)
+        if not self._device:
+            self._host.retract(row)
 
     def _asked(
         self, params: SamplingParams, prompt_len: int = 0, tokens: NDArray[np.int32] = _NO_TOKENS

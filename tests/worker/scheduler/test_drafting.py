@@ -249,9 +249,7 @@ def test_drafts_are_looked_for_less_often_where_there_are_none_and_looking_takes
             now[0] += look_s
             return [1] if len(request.prompt_token_ids) > 3 else []
 
-    drafting = Drafting(
-        Speculation(), [Slow()], lambda params: True, 300, StepCosts({1: 1.0, 16: 1.1}, 16), lambda: now[0]
-    )
+    drafting = Drafting(Speculation(), [Slow()], 300, StepCosts({1: 1.0, 16: 1.1}, 16), lambda: now[0])
     memory = create_autospec(PageManager, can_retract=True)
     memory.extend_for_drafts.side_effect = lambda request, count, running: (count, [])
 

@@ -81,7 +81,7 @@ def draft(world: SimulatedRank, most: int) -> None:
     """Up to `most` drafts of a request in a step; 0: none."""
     if most:
         size = world.scheduler.limits.vocab_size
-        world.scheduler.drafting = drafting(Mixed(most), most, size, lambda params: params.prompt_logprobs is None)
+        world.scheduler.drafting = drafting(Mixed(most), most, size)
 
 
 class Story:

@@ -30,6 +30,7 @@ from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.sampling.grammar import mask_of
 from allspan.worker.sampling.kernel import Settings
 from allspan.worker.sampling.processor import DeviceChange
+from allspan.worker.step.buffer_sizes import most_logits_rows
 
 Rows = NDArray[np.int64]
 
@@ -44,14 +45,15 @@ class _Table:
         self.rows = torch.zeros((0, width), dtype=dtype, device=device)
         self._free: list[int] = []
 
-    def take(self) -> int:
-        """A row of zeros."""
+    def take(self, of_zeros: bool = True) -> int:
+        """A row, of zeros or of whatever was there."""
         if not self._free:
             count = len(self.rows)
             self.rows = torch.cat((self.rows, self.rows.new_zeros((max(count, 4), self.rows.shape[1]))))
             self._free = list(range(count, len(self.rows)))[::-1]
         row = self._free.pop()
-        self.rows[row].zero_()
+        if of_zeros:
+            self.rows[row].zero_()
         return row
 
     def give_back(self, row: int) -> None:
@@ -61,7 +63,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _Changed:
-    """A row that changes its logits."""
+    """A row that changes its logits, or one row of its logits behind a draft."""
 
     asked: DeviceChange
     entry: NDArray[np.void]
@@ -69,7 +71,10 @@ class _Changed:
     noted: int = 0
     """Tokens that have been counted, where any are."""
     sampled: tuple[int, int, int] = (-1, -1, -1)
-    """The launch that was the last one to sample for it, its position there, and its place in that step's tokens."""
+    """The launch that was the last one to sample for it, its position there, and its place in that step's tokens; with
+    drafts, those of its first token."""
+    verdict: int = ALL_MASKED
+    """What its row of logits gets when no token is left."""
 
     def new_entries(self, position: int) -> NDArray[np.int32]:
         """For `note_tokens`: those before `position` that have not been counted yet."""
@@ -84,10 +89,16 @@ class _Changed:
         return int(self.entry["words"][0])
 
     def mask(self, position: int) -> NDArray[np.int32]:
-        """With a mask that is made before each token: what may be sampled there."""
+        """With a mask that is made before each token: what may be sampled there, and why it would be nothing."""
         assert self.asked.mask is not None
         words, allowed = self.asked.mask(position), self.asked.allowed
-        return words & mask_of(allowed, 32 * len(words)) if allowed else words
+        if self.asked.verdict:
+            self.verdict = self.asked.verdict()
+        return words & mask_of(allowed, 32 * len(words)) if allowed else words.copy()
+
+
+_Drafted = tuple[int, _Changed, _Changed]
+"""The place of the request's first row of logits in a step, a later one's own entry, and the first one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +181,8 @@ class DeviceSampling:
         self._device = device
         self._waiter = waiter
         self._vocab = vocab_size
-        self._workspace = sampling_workspace(min(max_rows, _MOST_ROWS), vocab_size, device, **(workspace_options or {}))
+        rows = min(most_logits_rows(max_rows), _MOST_ROWS)
+        self._workspace = sampling_workspace(rows, vocab_size, device, **(workspace_options or {}))
         self._counts = _Table(vocab_size, torch.int32, device)
         self._biases = _Table(vocab_size, torch.float32, device)
         self._masks = _Table(-(-vocab_size // 32), torch.int32, device)
@@ -196,10 +208,8 @@ class DeviceSampling:
         self._changed[row] = _Changed(asked, entry)
 
     def remove(self, row: int) -> None:
-        changed = self._changed.pop(row, None)
-        if changed is not None:
-            for table, name in ((self._counts, "words"), (self._biases, "bias"), (self._masks, "mask")):
-                table.give_back(int(changed.entry[name][0]))
+        if (changed := self._changed.pop(row, None)) is not None:
+            self._give_back(changed)
 
     def launch_once(self) -> None:
         """Samples a row of zeros, so that kernels are compiled now where they have to be."""
@@ -246,7 +256,9 @@ class DeviceSampling:
             for i, row in enumerate(rows.tolist() if self._changed else ())
             if row in self._changed and targets[i] < 0
         ]
-        self._note([(i, each) for i, each in changing if each.slot >= 0], positions)
+        behind = self._take_drafted(changing, rows)
+        self._note([(i, each) for i, each in changing if each.slot >= 0 and i not in behind], positions)
+        self._note_drafts(behind, positions)
         ints = self._upload(np.stack((rows, positions, targets, counts)).astype(np.int32))
         for begin in range(0, m, self._workspace.rows):
             part = slice(begin, min(begin + self._workspace.rows, m))
@@ -260,7 +272,9 @@ class DeviceSampling:
                     logits[begin + i] = row
                 likely_tokens(logits[part], tokens[part], ints[3, part], found[part], w)
         self._launches, self._last = self._launches + 1, tokens
-        return self._step(room, m, counts, self._verdicts(changing))
+        for _, each, first in behind.values():
+            self._give_back(each, first)
+        return self._step(room, m, counts, {i: each.verdict for i, each in changing})
 
     def _step(self, room: Tensor, m: int, counts: Rows, changed: dict[int, int]) -> DeviceStep:
         is_gpu = self._device.type == "cuda"
@@ -288,6 +302,44 @@ class DeviceSampling:
         note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
         if last:
             note_sampled(self._counts.rows, self._upload(np.array(last, dtype=np.int32)), self._last)
+
+    def _take_drafted(self, changing: list[tuple[int, _Changed]], rows: Rows) -> dict[int, _Drafted]:
+        """Gives each row of logits behind a draft counts and a mask of its own, where its request has any: the drafts
+        before it count there alone, and are forgotten when it has been sampled. Returns them by their places."""
+        firsts: dict[int, tuple[int, _Changed]] = {}
+        behind: dict[int, _Drafted] = {}
+        for at, (i, each) in enumerate(changing):
+            first, its = firsts.setdefault(int(rows[i]), (i, each))
+            if first == i:
+                continue
+            entry = each.entry.copy()
+            if each.slot >= 0:
+                entry["words"] = self._counts.take(of_zeros=False)
+            if each.asked.mask:
+                entry["mask"] = self._masks.take(of_zeros=False)
+            own = _Changed(each.asked, entry)
+            changing[at] = i, own
+            behind[i] = first, own, its
+        return behind
+
+    def _note_drafts(self, behind: dict[int, _Drafted], positions: Rows) -> None:
+        """Counts what is certain, and then the drafts, before each row of logits behind one."""
+        slots, new = [], []
+        for i, (first, own, its) in behind.items():
+            if own.slot >= 0:
+                drafts = own.asked.tokens[positions[first] : positions[i]]
+                new.append(np.stack((np.full_like(drafts, own.slot), drafts), axis=1))
+                slots.append((own.slot, its.slot))
+        if slots:
+            to, of = self._upload(np.array(slots).T)
+            self._counts.rows[to] = self._counts.rows[of]
+            note_tokens(self._counts.rows, self._upload(np.concatenate(new)))
+
+    def _give_back(self, changed: _Changed, kept: _Changed | None = None) -> None:
+        """Gives back its rows of tables, but for those that `kept` has, too."""
+        for table, name in ((self._counts, "words"), (self._biases, "bias"), (self._masks, "mask")):
+            if kept is None or kept.entry[name] != changed.entry[name]:
+                table.give_back(int(changed.entry[name][0]))
 
     def _change(
         self, logits: Tensor, changing: list[tuple[int, _Changed]], positions: Rows, counts: Rows
@@ -337,10 +389,6 @@ class DeviceSampling:
         if len(self._tokens) < count:
             self._tokens = torch.zeros(count, dtype=torch.int32, device=self._device)
         return self._tokens[:count]
-
-    def _verdicts(self, changing: list[tuple[int, _Changed]]) -> dict[int, int]:
-        """What it says of rows of logits when no token is left."""
-        return {i: each.asked.verdict() if each.asked.verdict else ALL_MASKED for i, each in changing}
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Through pinned memory, which torch keeps until the copy is done."""

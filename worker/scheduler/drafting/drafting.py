@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from allspan.protos.api.errors import InternalError
-from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
@@ -29,9 +28,6 @@ from allspan.worker.scheduler.plan import Grant, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.step_builder import StepBuilder
 
-Verifies = Callable[[SamplingParams], bool]
-"""Whether the sampler can draw several tokens of a request that asks for this in one step."""
-
 
 class Drafting:
     """Drafts of a scheduler's requests."""
@@ -40,7 +36,6 @@ class Drafting:
         self,
         asked: Speculation,
         drafters: Sequence[Drafter],
-        verifies: Verifies,
         vocab_size: int,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -53,7 +48,6 @@ class Drafting:
         self._drafters = drafters
         self._grammars = next((each for each in drafters if isinstance(each, ForcedTokens)), None)
         self._asking = asking
-        self._verifies = verifies
         self._vocab_size = vocab_size
         self._costs = costs
         self._acceptance = Acceptance(drafters)
@@ -155,7 +149,7 @@ class Drafting:
         return min(step.room, step.most_chunk - 1, self._most, request.max_tokens - len(request.output_token_ids) - 1)
 
     def _may_draft(self, request: Request) -> bool:
-        return request.options.speculation and self._verifies(request.params)
+        return request.options.speculation
 
     def _chances(self, request: Request, most: int) -> list[float]:
         """The chances of drafts that are made in the ranks."""
