@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -60,7 +61,7 @@ class Collected:
         return self.outputs.get(one.request_id, Output()).finish_reason
 
 
-def config(**scheduler: int) -> WorkerConfig:
+def config(**scheduler: Any) -> WorkerConfig:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}
     return WorkerConfig(
         ModelConfig("fake", "fake"), ServiceConfig("-"), CacheConfig(page_size=PAGE_SIZE), SchedulerConfig(**sizes)
@@ -83,7 +84,7 @@ def fake_core(
     widths: tuple[int, ...] = (97,),
     max_model_len: int = 64,
     num_host_pages: int = 0,
-    **scheduler: int,
+    **scheduler: Any,
 ) -> tuple[EngineCore, FakeModel]:
     world = collectives or LocalCollectives()
     model = FakeModel(num_pages, PAGE_SIZE, max_model_len, widths, world.rank)
@@ -103,7 +104,7 @@ def fake_gpu_core(
     collectives: Collectives | None = None,
     channel: PlanChannel | None = None,
     depth: int = DEPTH,
-    **scheduler: int,
+    **scheduler: Any,
 ) -> tuple[EngineCore, FakeGpuModel]:
     """Its steps come as a GPU's, with lookahead of `depth` steps; every rank has whole rows of logits."""
     model, settings = FakeGpuModel(num_pages, PAGE_SIZE), config(**scheduler)

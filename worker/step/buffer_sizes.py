@@ -52,6 +52,13 @@ class BatchSizes:
     """How many those are; 1: every rank attends for all requests."""
     drafter_lifetimes: tuple[PageLifetime, ...] = ()
     """How long the cache groups of a drafter in the ranks keep pages: they come behind the model's."""
+    has_drafts: bool = False
+    """Steps may have drafts."""
+
+    @property
+    def most_decodes(self) -> int:
+        """The most rows of a step of decodes alone, on a device that takes each draft as a row of its own."""
+        return min(self.max_logits_rows, max(self.max_tokens, self.max_rows)) if self.has_drafts else self.max_rows
 
 
 def most_logits_rows(max_num_seqs: int) -> int:
@@ -86,4 +93,5 @@ def batch_sizes(
         row_inputs.num_adapters,
         *attention,
         tuple(drafter_lifetimes),
+        bool(most.speculative_config),
     )

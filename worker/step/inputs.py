@@ -166,6 +166,8 @@ class InputBuffers(Protocol):
     """`fill` makes something of what decodes have in common."""
     runs_ahead: bool
     """Steps run beside the host, so that the next one may be launched before the tokens of this one are known."""
+    splits_drafts: bool
+    """A request's last token and its drafts come as requests of one new token each, which have the same pages."""
 
     def fill(
         self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None

@@ -25,6 +25,7 @@ class StepBuffers:
 
     wants_common = False
     runs_ahead = False
+    splits_drafts = False
 
     def __init__(self, sizes: BatchSizes, device: torch.device = _HOST) -> None:
         pages = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)  # rows may share pages

@@ -33,6 +33,9 @@ class DeviceBuffers:
     tokens in the cache and the slot -1. Steps with prompts are padded likewise, if they are no larger than the largest
     of `chunks`.
 
+    A draft is a row of its own, behind the row of its request's last token and with that one's pages: decode attention
+    takes one query a row, and a step with drafts is padded as any step of decodes.
+
     Where ranks attend for requests of their own, a step has the same bucket on all of them, and the tokens of own
     requests are padded to one of the bucket's `owns`.
     """
@@ -55,7 +58,10 @@ class DeviceBuffers:
         self._sizes = sizes
         self._names = InputNames(sizes)
         self._plan_tiles = plan_tiles
-        self.buckets = decode_buckets(sizes.max_rows)
+        self.splits_drafts = sizes.has_drafts
+        self._most_requests = sizes.max_rows + (sizes.most_decodes if sizes.has_drafts else 0)
+        """The most requests of a step, the drafts among them."""
+        self.buckets = decode_buckets(sizes.most_decodes)
         self.shared_rows = SharedRows(rule, self.buckets, sizes.page_size)
         self.wants_common = rule is not None
         self.chunks: tuple[int, ...] = ()
@@ -99,7 +105,7 @@ class DeviceBuffers:
         tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
         tiles[:, 0] += decodes
         values = values | {"tiles": tiles.reshape(-1)}
-        if chunk := self._chunk(tokens, len(values["logits_rows"])):
+        if chunk := self._chunk(tokens, max(requests, len(values["logits_rows"]))):
             return self._fill_chunk(values, decodes, chunk)
         layout = StepLayout.of({name: len(value) for name, value in values.items()}, self._names.page_tables)
         array = self._buffer.next()
@@ -134,14 +140,14 @@ class DeviceBuffers:
             if bucket in self.shared_rows.buckets:
                 yield self._fill_padded(self._names.nothing(), bucket, self.shared_rows.padding(bucket))
 
-    def _chunk(self, tokens: int, logits: int) -> int:
-        """The bucket for a step with prompts; 0: there is none."""
+    def _chunk(self, tokens: int, rows: int) -> int:
+        """The bucket for a step with prompts, of so many requests and rows of logits at most; 0: there is none."""
         at = bisect_left(self.chunks, tokens)
-        return self.chunks[at] if at < len(self.chunks) and logits <= self._chunk_rows(self.chunks[at]) else 0
+        return self.chunks[at] if at < len(self.chunks) and rows <= self._chunk_rows(self.chunks[at]) else 0
 
     def _chunk_rows(self, tokens: int) -> int:
         """Requests of so many tokens of a chunk, and rows of logits, one each."""
-        return min(tokens, self._sizes.max_rows)
+        return min(tokens, self._sizes.most_decodes)
 
     def _own(self, values: dict[str, NDArray[Any]], bucket: int) -> int:
         """The number that the tokens of own requests are padded to."""
@@ -216,19 +222,19 @@ class DeviceBuffers:
 
     def _tables(self) -> dict[str, int]:
         """The most pages of each cache group's table; rows may share pages."""
-        sizes = self._sizes
-        whole = sizes.max_rows * pages_of(sizes.max_model_len, sizes.page_size)
+        sizes, rows = self._sizes, self._most_requests
+        whole = rows * pages_of(sizes.max_model_len, sizes.page_size)
         return {
-            name: sizes.max_rows if lifetime.is_state else whole
+            name: rows if lifetime.is_state else whole
             for name, lifetime in zip(self._names.page_tables, sizes.lifetimes, strict=True)
         }
 
     def _capacity(self) -> int:
         """Numbers that hold every step; tiles hold at least one query each, of one KV head or all."""
-        sizes, names = self._sizes, self._names
+        sizes, names, rows = self._sizes, self._names, self._most_requests
         lengths = dict.fromkeys((*names.every, *names.tokens, "kv_lens"), sizes.max_tokens + sizes.max_rows)
-        lengths |= dict.fromkeys(("qo_indptr", *names.page_indptrs, "decode_rows"), sizes.max_rows + 1)
+        lengths |= dict.fromkeys(("qo_indptr", *names.page_indptrs, "decode_rows"), rows + 1)
         lengths |= {"logits_rows": max(sizes.max_logits_rows, sizes.max_rows)}
-        lengths |= {"tiles": 2 * (sizes.max_tokens + sizes.max_rows)}
-        lengths |= self.shared_rows.lengths(sizes.max_rows) | self._tables()
+        lengths |= {"tiles": 2 * (sizes.max_tokens + rows)}
+        lengths |= self.shared_rows.lengths(sizes.most_decodes) | self._tables()
         return sum(map(aligned, lengths.values()))

@@ -109,7 +109,7 @@ class Batch:
             state.grant(Grant(0, tuple(range(1 if lifetime.is_state else -(-count // self._page_size))), group))
         counts = np.full(1, count, dtype=np.int64)
         values, _ = self._values(0, row, counts)
-        inputs = self.buffers.fill(values | self._attention_values(row, counts, values), None)
+        inputs = self._fill(row, counts, values)
         state.num_drafts[0] = 0
         state.leave(0)
         return inputs
@@ -158,31 +158,30 @@ class Batch:
         return StepResult(step.number, made | failed, logprobs, self.tokens_hash, *lists)
 
     def _begin(self, plan: StepPlan, newest: BatchStep | None) -> BatchStep:
-        """The inputs of a plan's runs: rows with one token first, as kernels may need, and of those the rows whose
-        token `newest` is still sampling."""
+        """The inputs of a plan's runs: decodes first, as kernels may need, and of those the rows whose token `newest`
+        is still sampling."""
         state = self._rows
         unknown: dict[int, int] = {}
+        split = {row for row, _ in plan.drafts} if self.buffers.splits_drafts else ()
         for row, drafts in plan.drafts:
             self._sampler.begin_drafts(row, state.draft(row, drafts))
         if newest is not None:
             sampling = newest.logits.rows
             stayed = state.leaves.stayed(sampling, newest.num_leaves)
             unknown = {row: i for i, row in enumerate(sampling.tolist()) if stayed[i]}
-        runs = sorted(plan.runs, key=lambda run: (run.num_tokens > 1, run.row not in unknown))
+        runs = sorted(plan.runs, key=lambda run: (run.num_tokens > 1 and run.row not in split, run.row not in unknown))
         rows = np.fromiter((run.row for run in runs), dtype=np.int64, count=len(runs))
         counts = np.fromiter((run.num_tokens for run in runs), dtype=np.int64, count=len(runs))
         num_unknown = sum(run.row in unknown for run in runs) if unknown else 0
         common: Ints | None = None
-        if self._shared is not None and runs[-1].num_tokens == 1 and num_unknown in (0, len(runs)):
+        is_decode = runs[-1].num_tokens == 1 and not plan.drafts
+        if self._shared is not None and is_decode and num_unknown in (0, len(runs)):
             rows, common = self._shared.of(tuple(run.row for run in runs), state.num_computed)
         values, logits = self._values(plan.step, rows, counts)
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
-        given = values | self._attention_values(rows, counts, values)
-        if self._adapters is not None and (adapters := state.adapters[rows]).max() >= 0:
-            given["adapters"] = np.repeat(adapters, counts)
-        inputs = self.buffers.fill(given, common, len(rows))
+        inputs = self._fill(rows, counts, values, common)
         if state.embeddings:
             inputs.embeddings = self._embeddings(rows, values)
         step = BatchStep(plan.step, inputs, logits, state.leaves.count, num_unknown)
@@ -199,6 +198,21 @@ class Batch:
             room = self._page_size - 1 - int((values["positions"] % self._page_size).max())
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
+
+    def _fill(
+        self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]], common: Ints | None = None
+    ) -> StepInputs:
+        """The step as the model reads it: `values` of its runs, `counts` tokens of each of `rows`, and what attention
+        reads, where each draft may be a request of its own."""
+        adapters = np.repeat(self._rows.adapters[rows], counts) if self._adapters is not None else rows[:0]
+        starts, drafts = self._rows.num_computed[rows], self._rows.num_drafts[rows]
+        if self.buffers.splits_drafts and drafts.any():
+            rows, counts = np.repeat(rows, 1 + drafts), np.repeat(np.where(drafts, 1, counts), 1 + drafts)
+            starts = values["positions"][np.cumsum(counts) - counts]
+        given = values | self._attention_values(rows, counts, starts)
+        if adapters.max(initial=-1) >= 0:
+            given["adapters"] = adapters
+        return self.buffers.fill(given, common, len(rows))
 
     def _pool(self, rows: Longs, values: dict[str, NDArray[Any]], num_sampled: int) -> PooledStep | None:
         """What a step's rows pool of it; the tokens that they read go behind the `num_sampled` rows of logits."""
@@ -294,16 +308,17 @@ class Batch:
         }
         return values, logits
 
-    def _attention_values(self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """What attention reads of these tokens; where ranks attend for requests of their own, of this rank's alone."""
+    def _attention_values(self, rows: Longs, counts: Longs, starts: Longs) -> dict[str, NDArray[Any]]:
+        """What attention reads of `counts` tokens of `rows` behind `starts` others; where ranks attend for requests of
+        their own, of this rank's alone."""
         state = self._rows
         given: dict[str, NDArray[Any]] = {}
         if (is_own := self._owners.own(rows)) is not None:
             of_own = np.repeat(is_own, counts)
             given = {"own_rows": np.flatnonzero(of_own), "own_places": np.where(of_own, np.cumsum(of_own) - 1, -1)}
-            rows, counts = rows[is_own], counts[is_own]
+            rows, counts, starts = rows[is_own], counts[is_own], starts[is_own]
         tables = state.tables[: len(self._lifetimes)]
-        given |= paged_values(tables, self._lifetimes, self._page_size, rows, counts, state.num_computed[rows])
+        given |= paged_values(tables, self._lifetimes, self._page_size, rows, counts, starts)
         token_rows, positions = np.repeat(rows, counts), given["positions"]
         if self._axis_names:
             given |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)

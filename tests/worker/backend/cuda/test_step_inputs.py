@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from allspan.kernels.cuda.attention.prefill import Tiling
 from allspan.protos.api.errors import DeadlineExceeded
 from allspan.worker.backend.cuda.event_wait import Event, EventWaiter
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
-from allspan.worker.backend.cuda.step_layout import own_buckets
+from allspan.worker.backend.cuda.step_layout import chunk_buckets, own_buckets
 from allspan.worker.step.buffer_sizes import BatchSizes
 from support.fake_model import OneTile
 
@@ -128,3 +129,17 @@ def test_a_step_with_prompts_of_other_ranks_alone_is_no_decode() -> None:
     values |= dict.fromkeys(("own_rows", "positions", "slots", "kv_lens", "page_indices"), none)
     values |= {"own_places": np.full(4, -1), "qo_indptr": np.zeros(1), "page_indptr": np.zeros(1)}
     assert buffers.fill(values, num_requests=2).place == inputs.place, "a rank without rows of its own takes part"
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (2, 64), (8, 512), (100, 100)])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_every_recorded_step_fits_the_buffer(rows: int, tokens: int, has_drafts: bool) -> None:
+    """With drafts decodes are of 64 rows at least, of requests that may be fewer."""
+    sizes = BatchSizes(rows, tokens, 256, 16, max(rows, 64), has_drafts=has_drafts)
+    buffers = DeviceBuffers(sizes, torch.device("cpu"), Tiling(7))
+    buffers.chunks = chunk_buckets(tokens)
+    found = [inputs for inputs in buffers.paddings() if inputs.decode_rows is None]
+    assert max(inputs.bucket for inputs in found) == (min(max(rows, 64), tokens) if has_drafts else rows)
+    capacity = len(buffers._buffer.hosts[0])
+    for layout, _ in (*buffers._padded.values(), *buffers._chunked.values()):
+        assert max(last for _, last in layout.spans.values()) <= capacity
