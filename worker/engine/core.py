@@ -197,7 +197,8 @@ class EngineCore:
 
     def time_steps(self, model: StepModel, collectives: Collectives) -> dict[int, float]:
         """All ranks at once, before the first step: see `step_times`."""
-        return step_times(self._batch.trial, model, model.max_model_len, collectives, self.limits)
+        trial, to_host = self._batch.trial, self.sampler.to_host
+        return step_times(trial, model, model.max_model_len, collectives, self.limits, to_host)
 
     def reset_prefix_cache(self) -> None:
         """Leader: forgets every cached page; those in use are forgotten when they are given back. InvalidRequest on a

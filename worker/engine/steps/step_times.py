@@ -27,12 +27,17 @@ class Timed(Protocol):
 
 
 def step_times(
-    trial: Callable[[int], StepInputs], model: Timed, max_model_len: int, collectives: Collectives, limits: Limits
+    trial: Callable[[int], StepInputs],
+    model: Timed,
+    max_model_len: int,
+    collectives: Collectives,
+    limits: Limits,
+    to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
 ) -> dict[int, float]:
     """Returns for some numbers of tokens of one request, of which `trial` makes the inputs, the seconds of a forward
     pass on the slowest rank: the least of several rounds, and of large numbers only where there is time. All ranks call
     it at once. Keys and values go into pages that nobody has yet. `max_model_len`: tokens of a request that the model
-    is made for."""
+    is made for. `to_host` waits for a device (`Sampling.to_host`)."""
     held = min(group.num_pages for group in limits.groups()) * limits.page_size
     most = min(limits.max_chunk_tokens, limits.max_logits_rows, max_model_len - 1, held)
     sizes = [size for size in SIZES if size <= most]
@@ -41,7 +46,7 @@ def step_times(
     for number, size in enumerate(sizes * ROUNDS, 1):
         inputs = trial(size)
         started = time.perf_counter()
-        model.forward(inputs)
+        to_host(model.forward(inputs)[:, :1])
         found[size] = min(found.get(size, math.inf), time.perf_counter() - started)
         elapsed = _slowest([time.perf_counter() - began], collectives)[0]  # so that all ranks stop at the same one
         if number >= LEAST_STEPS and elapsed > MOST_SECONDS:
