@@ -69,7 +69,7 @@ class Scheduler:
         """Running requests by priority, then by arrival; the last one is preempted first."""
         self._slots = Slots(limits.max_num_seqs)
         self.drafting: Drafting | None = None
-        """None: no drafts. Else no step is planned ahead, as drafts begin with the last token."""
+        """None: no drafts. Drafts begin with the last token, so a step is planned ahead while they would not pay."""
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +142,8 @@ class Scheduler:
         in_flight = len(self.lookahead)
         if in_flight >= self.lookahead.depth:
             raise InternalError(f"{in_flight} steps are in flight, the most is {self.lookahead.depth}")
-        if in_flight and (operation is not Operation.NONE or self.drafting or not self.lookahead.may_plan()):
+        waits = operation is not Operation.NONE or not self.lookahead.may_plan()
+        if in_flight and (waits or (self.drafting and self.drafting.must_wait(self.memory, self._running))):
             return None
         self.memory.settle()
         step = StepBuilder(self.limits, is_ahead=in_flight > 0)

@@ -62,10 +62,15 @@ class StepCosts:
         else:  # so that drafts are tried again some time
             self._drafts = {size: FADING * more for size, more in self._drafts.items()}
 
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether drafts that seem too dear should be run soon, to see what they take now."""
+        return self._num_plain >= TRIAL_STEPS
+
     def begin_trial(self) -> bool:
-        """Whether drafts that seem too dear should be run in this step, to see what they take now. Where none are
-        likely enough, that is asked again some steps later."""
-        is_due = self._num_plain >= TRIAL_STEPS
+        """Whether such drafts should be run in this step. Where none are likely enough, that is asked again some steps
+        later."""
+        is_due = self.is_trial_due
         if is_due:
             self._num_plain -= TRIAL_STEPS // 10
         return is_due

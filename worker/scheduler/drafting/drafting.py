@@ -52,21 +52,24 @@ class Drafting:
         self._costs = costs
         self._acceptance = Acceptance(drafters)
         self._proposed: dict[bytes, list[Proposed]] = {}
-        """What was proposed for the step that is planned, by request."""
+        """What was proposed behind the tokens that are known, by request: the step that is over next judges it."""
         self._clock = clock
-        self._began_at = 0.0
+        self._began_at = self._learnt_at = 0.0
         self._rests = False
         """No drafts are looked for in the step that is planned."""
         self._looks = Looks()
 
     def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
         """Adds drafts to the step's decodes, with what is left of its budgets, and where drafts are made in the ranks
-        asks for those of the next step. Returns their pages."""
+        asks for those of the next step. Returns their pages. A step that is planned ahead gets none: its requests' last
+        tokens are not known."""
+        if step.is_ahead:
+            return []
+        self._began_at = self._clock()
         self._rests = self._costs is not None and self._looks.may_rest(step, self._costs)
         if self._rests:
             return []
         self._proposed.clear()
-        self._began_at = self._clock()
         grants = self._add_drafts(step, memory, running)
         if self._asking and memory.can_retract:
             grants += self._asking.fill(step, memory, running, self._may_draft, self._chances)
@@ -103,6 +106,35 @@ class Drafting:
                 expected += sum(chances[:count])
         return grants
 
+    def must_wait(self, memory: PageManager | OwnedPages, running: Sequence[Request]) -> bool:
+        """Whether the steps in flight are to be awaited before the next one is planned, as drafts behind their tokens
+        would pay. That is told from what is proposed behind the tokens that are known: of these drafts the first stands
+        for the token that is on its way, and those behind it count if it is right; where there are none, another one of
+        its kind will be proposed then."""
+        self._rests = False
+        count = sum(request.num_unknown > 0 for request in running)
+        is_trial = self._costs is not None and self._costs.is_trial_due
+        if not (memory.can_retract and count):
+            return False
+        if self._costs and not (is_trial or self._costs.can_gain(count, count)):
+            return False
+        self._proposed.clear()
+        pays = False
+        for request in running:
+            most = min(self._most + 1, self._most_more(request)) if request.num_unknown else 0
+            proposed = self._propose(request, most) if most > 1 else []
+            if not proposed:
+                continue
+            self._proposed[request.request_id] = proposed
+            if not pays:
+                first, *rest = self._acceptance.chances(request, proposed)
+                rest = rest or [first]
+                rest[0] *= first
+                pays = self._useful(rest, count, count, False, is_trial) > 0
+        if pays:
+            self._looks.found()
+        return pays
+
     def take(self, flight: Flight, result: StepResult, memory: PageManager | OwnedPages) -> None:
         """Takes in what was drafted in the ranks behind a step, whose tokens the requests have by now."""
         if self._asking is None:
@@ -116,7 +148,9 @@ class Drafting:
                 self._asking.drafts.take(request, drafted, run.first)
 
     def learn(self, flight: Flight, result: StepResult, counters: SchedulerCounters) -> None:
-        """The step that `fill` was called for last has made these tokens of its rows just now."""
+        """The oldest step in flight has made these tokens of its rows just now."""
+        began = self._learnt_at if flight.plan.in_flight else self._began_at  # one ahead waits for the one before
+        self._learnt_at = self._clock()
         if self._rests:
             return
         plan, drafted, tokens = flight.plan, dict(flight.plan.drafts), result.tokens
@@ -129,7 +163,7 @@ class Drafting:
         self._proposed.clear()
         count = sum(run.num_tokens for run in plan.runs)
         if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
-            self._costs.learn(count, bool(drafted), self._clock() - self._began_at - result.draft_s)
+            self._costs.learn(count, bool(drafted), self._learnt_at - began - result.draft_s)
         if self._asking:
             self._asking.learn(plan, result)
 
@@ -144,9 +178,14 @@ class Drafting:
 
     def _most_of(self, request: Request, step: StepBuilder) -> int:
         """The most drafts that the request can have in a step, if it gets a token in it at all."""
-        if not (request.num_unknown and self._may_draft(request)):
+        most = self._most_more(request) if request.num_unknown else 0
+        return min(step.room, step.most_chunk - 1, self._most, most)
+
+    def _most_more(self, request: Request) -> int:
+        """Drafts that the request's last token may have behind it."""
+        if not self._may_draft(request):
             return 0
-        return min(step.room, step.most_chunk - 1, self._most, request.max_tokens - len(request.output_token_ids) - 1)
+        return request.max_tokens - len(request.output_token_ids) - 1
 
     def _may_draft(self, request: Request) -> bool:
         return request.options.speculation

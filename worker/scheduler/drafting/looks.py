@@ -36,6 +36,10 @@ class Looks:
             return False
         return not any(request.grammar for request in step.requests)  # what a grammar forces comes at any time
 
+    def found(self) -> None:
+        """Drafts will be looked for in the next step, as there are some."""
+        self._num_vain = 0
+
     def looked(self, seconds: float, was_vain: bool) -> None:
         """A look has taken so long."""
         self._num_vain = self._num_vain if was_vain else 0
