@@ -113,8 +113,8 @@ class SchedulerConfig:
     speculative_config: str = ""
     """Turns speculative decoding on: a JSON object with vLLM's keys, such as {"method": "ngram",
     "prompt_lookup_max": 4, "num_speculative_tokens": 8}, {"method": "draft_model", "model": NAME}, {"method": "eagle3",
-    "model": HEAD}, {"method": "mtp"}, or {"method": "suffix"}, for which {} is enough. Answers do not change. For
-    CPUs."""
+    "model": HEAD}, {"method": "mtp"}, or {"method": "suffix"}, for which {} is enough. Answers do not change, on
+    GPUs but for near ties."""
     stream_interval: int = 0
     """Streams the tokens of a request this many at a time; the first and the last are sent at once. 0 sends each step's
     tokens with the step, and joins those of several steps only while all processors are busy or the reader lags; 1

@@ -12,7 +12,9 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.model_files.json_values import parse_object, shown
 
 DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
-METHODS = ("suffix", "ngram", DRAFT_MODEL, EAGLE3, MTP)
+FROM_TEXT = ("suffix", "ngram")
+"""The methods that draft without a model, on any device."""
+METHODS = (*FROM_TEXT, DRAFT_MODEL, EAGLE3, MTP)
 _ALIASES = {"deepseek_mtp": MTP}
 _WITH_MODEL = DRAFT_MODEL, EAGLE3
 MODEL_TOKENS = 7
@@ -108,8 +110,11 @@ def speculation_of(config: WorkerConfig) -> Speculation | None:
     asked, device = parse_speculation(config.scheduler.speculative_config), config.model.device
     if asked is None:
         return None
-    if device != "cpu":
-        raise ConfigError(f"speculative_config is given, but tokens are not drafted on {device}: use --device cpu")
+    if device != "cpu" and asked.method not in FROM_TEXT:
+        raise ConfigError(
+            f"speculative_config: method is {asked.method!r}, but no model drafts on {device}: use --device cpu, or "
+            f"one of {', '.join(FROM_TEXT)}"
+        )
     if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             "speculative_config is given, but tokens are not drafted in pipelines, whose stages have other requests' "

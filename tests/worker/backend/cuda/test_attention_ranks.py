@@ -19,12 +19,14 @@ from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.step_layout import chunk_buckets
 from allspan.worker.cache.tiers import HostPages
 from allspan.worker.engine.setup import LoadedEngine, load_engine
+from allspan.worker.engine.steps import step_times
 from allspan.worker.parallel.base import GroupCapabilities
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.backend import DeviceSteps
 from allspan.worker.step.inputs import InputBuffers
 from allspan.worker.step.model import DeviceModel
 from support.cores import Collected, request
+from support.drafters import Guesses, drafting
 from support.emulator.backend import EmulatedBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.latent_models import save_latent
@@ -109,7 +111,24 @@ def asked() -> list[Request]:
     return many
 
 
-def on_ranks(settings: WorkerConfig, pages: int) -> tuple[Collected, list[LoadedEngine]]:
+class Likeliest(Guesses):
+    """Proposes what the model says without a temperature; each third time, it errs in the second place."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference, self._calls = reference, 0
+
+    def guess(self, request: Request, most: int) -> Sequence[int]:
+        ids = [*request.prompt_token_ids, *request.output_token_ids]
+        found: list[int] = []
+        while len(found) < min(most, 3):
+            found.append(int(reference_logits(self._reference, [*ids, *found])[-1].argmax()))
+        self._calls += 1
+        return [*found[:1], *((token + 1) % VOCAB for token in found[1:])] if self._calls % 3 == 0 else found
+
+
+def on_ranks(
+    settings: WorkerConfig, pages: int, drafter: Guesses | None = None
+) -> tuple[Collected, list[LoadedEngine]]:
     """What the leader of two ranks was told of `asked`, each rank with so many pages."""
     world = ThreadWorld(2, timeout=60)
     world.collectives = [Gpus(world, rank) for rank in range(2)]
@@ -119,6 +138,8 @@ def on_ranks(settings: WorkerConfig, pages: int) -> tuple[Collected, list[Loaded
         loaded[rank] = load_engine(settings, op_set("cuda", 1), world.collectives[rank], world.channels[rank])
         core, told = loaded[rank].core, Collected()
         core.on_outputs = told
+        if drafter and not rank:
+            core._planner.scheduler.drafting = drafting(drafter, 3, VOCAB)
         for one in asked():
             core.submit(one)
             for _ in range(0 if rank else 2):
@@ -137,12 +158,19 @@ def on_ranks(settings: WorkerConfig, pages: int) -> tuple[Collected, list[Loaded
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if "int8" in name else name for name in MODELS]
+    ("name", "drafts"),
+    [
+        ("latents", False),
+        pytest.param("latents", True, marks=pytest.mark.nightly),
+        pytest.param("latents in int8", False, marks=pytest.mark.nightly),
+        ("few heads, windows", False),
+        ("few heads, windows", True),
+    ],
 )
 def test_ranks_with_rows_of_their_own_make_the_tokens_of_the_model(
-    name: str, tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+    name: str, drafts: bool, tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, from cached pages, put out and let in again."""
+    """In chunks, from cached pages, put out and let in again; and with drafts."""
     save, pages = MODELS[name]
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     monkeypatch.setattr(RecordingBackend, "made", [])
@@ -154,12 +182,18 @@ def test_ranks_with_rows_of_their_own_make_the_tokens_of_the_model(
     apart: dict[str, Any] = {"data_parallel_attention": True, "enable_expert_parallel": name == "latents"}
     model = ModelConfig(str(tmp_path), "tiny", "bfloat16", max_model_len=64, **apart, **device)
     cache = CacheConfig(page_size=16, kv_cache_bytes=2**20, host_kv_cache_bytes=2**18, kv_cache_dtype=pages)
-    most = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24)
-    told, loaded = on_ranks(WorkerConfig(model, ServiceConfig("-"), cache, most), 5)
+    most = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=24, speculative_config='{"num_speculative_tokens": 3}' if drafts else ""
+    )
+    monkeypatch.setattr(step_times, "MOST_SECONDS", 0.0)
+    drafter = Likeliest(reference) if drafts else None
+    told, loaded = on_ranks(WorkerConfig(model, ServiceConfig("-"), cache, most), 5, drafter)
     assert not told.errors
     counters = loaded[0].core.statistics()
-    assert counters.prefix_hit_tokens > 0
-    assert counters.preemptions > 0
+    assert counters.prefix_hit_tokens > 0 or drafts
+    assert counters.preemptions > 0 or drafts
+    assert 0.3 * counters.draft_tokens <= counters.accepted_tokens
+    assert (counters.accepted_tokens > 10) == drafts
     assert sum(map(len, RecordingBackend.made)) > len(RecordingBackend.made) > 0
     for rank in loaded:
         for load in rank.model.expert_loads()[:-1]:  # the last layer has the rows of logits alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,12 @@ import torch
 
 from allspan import Engine, RequestOptions, SamplingParams
 from allspan.kernels.cuda.attention import cascade_rule
-from allspan.protos.config.speculation import Speculation
 from allspan.worker.backend.cuda.event_wait import EventWaiter
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.models.model import Model
-from allspan.worker.scheduler.drafting.table import DRAFTERS
-from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import PromptEmbeddings
 from support.byte_tokenizer import write_byte_tokenizer
-from support.drafters import Guesses
 from support.tiny_models import prompt, reference_logits, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -293,36 +288,3 @@ def test_a_hidden_state_is_what_the_head_reads_of_the_last_token(tmp_path: Path)
                 expected = reference.model(torch.tensor([ids])).last_hidden_state[0, -1]
             torch.testing.assert_close(torch.tensor(engine.hidden_state(ids)), expected, rtol=0.05, atol=0.05)
         engine.release_request(handle)
-
-
-class Remembering(Guesses):
-    """Drafts what each prompt got before; every third time, other tokens."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def guess(self, request: Request, most: int) -> Sequence[int]:
-        at = len(request.output_token_ids)
-        drafts = self.outputs.get(tuple(request.prompt_token_ids), ())[at : at + most]
-        return [(token + 1) % 97 for token in drafts] if at % 3 == 0 else drafts
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
-def test_drafts_change_no_token(tmp_path: Path, is_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = save_tiny(tmp_path, "llama", torch.bfloat16, **FAMILIES["llama"]).float()
-    asked = [prompt(9 + seed, 97, seed) for seed in range(4)]
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    drafter = Remembering()
-    monkeypatch.setitem(DRAFTERS, "remembering", lambda asked: (drafter,))
-    with Engine(tmp_path, device="cuda", enforce_eager=is_eager, **SETTINGS) as engine:
-        core = engine._loaded.core
-        core.draft_with(Speculation("remembering", 3))
-        plain = engine.generate(asked, params)
-        drafter.outputs = {tuple(one): output.token_ids for one, output in zip(asked, plain, strict=True)}
-        before = core.steps
-        drafted = engine.generate(asked, params)
-        assert core.steps - before < 50, "drafts were kept"
-    for one, output in zip([*asked, *asked], [*plain, *drafted], strict=True):
-        assert len(output.token_ids) == 60
-        assert_likely(output.token_ids, one, reference)
