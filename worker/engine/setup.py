@@ -3,6 +3,7 @@ a cluster and for `Engine`."""
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ from allspan.worker.step.backend import Backend, DeviceSteps, StepParts
 from allspan.worker.step.buffer_sizes import batch_sizes, most_logits_rows
 
 OnProgress = Callable[[int, int], None]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,8 @@ def _draft(
         times = step_times(drafter.trial, drafter.model, drafter.max_model_len, collectives, core.limits)
         facts = DrafterFacts(drafter.max_model_len, times, drafter.follows)
     if core.is_leader:
+        told = ", ".join(f"{tokens}: {1e3 * each:.3g}" for tokens, each in sorted(seconds.items()))
+        logger.info("ms of steps by their tokens, for drafts: %s", told)
         core.draft_with(asked, seconds, facts)
 
 
