@@ -19,6 +19,8 @@ _ALIASES = {"deepseek_mtp": MTP}
 _WITH_MODEL = DRAFT_MODEL, EAGLE3
 MODEL_TOKENS = 7
 """Most drafts of a model in a step, unasked: each of them takes a step of it."""
+REPLAY = "replay"
+"""The method of benchmarks: drafts what the same prompt was answered with before, a chosen share of it wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Speculation:
     """draft_model, eagle3: how its weights are held, one of those of --quantization."""
     draft_tensor_parallel_size: int = 0
     """draft_model, eagle3: the ranks that share it, which are those of the model; 0 leaves it out."""
+    replay_rate: float = 1.0
+    """replay: the share of drafts that are right."""
 
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -62,6 +66,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "suffix_decoding_max_cached_requests": (0, 1 << 20),
     "suffix_decoding_max_spec_factor": (0.1, 64),
     "suffix_decoding_min_token_prob": (0, 1),
+    "replay_rate": (0.01, 1),
 }
 
 
@@ -73,14 +78,14 @@ def parse_speculation(text: str) -> Speculation | None:
         values = parse_object(text.encode(errors="surrogatepass"), "speculative_config")
     except CheckpointError as error:
         raise ConfigError(f'{error}; write it as \'{{"method": "suffix"}}\'') from None
-    known = [field.name for field in fields(Speculation)]
+    known = [field.name for field in fields(Speculation) if field.name != "replay_rate"]
     for key, value in values.items():
-        if key not in known:
+        if key not in known and (key, values.get("method")) != ("replay_rate", REPLAY):
             raise ConfigError(f"speculative_config has the key {key[:64]!r}, known are {', '.join(known)}")
         values[key] = _checked(key, value)
     method = values.setdefault("method", DRAFT_MODEL if values.get("model") else METHODS[0])
     method = values["method"] = _ALIASES.get(method, method)
-    if method not in METHODS:
+    if method not in (*METHODS, REPLAY):
         raise ConfigError(f"speculative_config: method is {shown(method)}, must be one of {', '.join(METHODS)}")
     _check_model(method, values)
     least, most = (values.get(f"prompt_lookup_{end}") or 0 for end in ("min", "max"))
@@ -110,7 +115,7 @@ def speculation_of(config: WorkerConfig) -> Speculation | None:
     asked, device = parse_speculation(config.scheduler.speculative_config), config.model.device
     if asked is None:
         return None
-    if device != "cpu" and asked.method not in FROM_TEXT:
+    if device != "cpu" and asked.method not in (*FROM_TEXT, REPLAY):
         raise ConfigError(
             f"speculative_config: method is {asked.method!r}, but no model drafts on {device}: use --device cpu, or "
             f"one of {', '.join(FROM_TEXT)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,26 @@ def test_speculation_counts_the_drafts_and_compares_the_tokens(
     assert sum(report["accepted_per_position"]) * report["drafts"] == pytest.approx(report["accepted_tokens"])
     assert report["ratio"]["min"] <= report["ratio"]["median"] <= report["ratio"]["max"]
     assert (report["tokens_per_step"] is None) == (batch_size > 1)
+
+
+@pytest.mark.nightly
+def test_replayed_drafts_are_kept_as_often_as_was_asked_for(folder: Path, reference: Any, tmp_path: Path) -> None:
+    (tmp_path / "asked.txt").write_text(TEXT)
+    config = SpeculationConfig(
+        text=str(tmp_path / "asked.txt"), num_prompts=2, prompt_len=60, output_len=250, replay_rate=0.8, one_token=True
+    )
+    options = SPECULATION.prepare(config, {"ranks": 1, "threads": 1, "quiet": True})
+    with ClientEngine(folder, **options) as engine:
+        report = measured(SPECULATION, engine, config)
+    assert 0.7 < report["accepted_per_position"][0] < 0.9
+    assert report["differing_answers"] == 0
+
+
+def test_drafts_are_replayed_or_drafted_as_the_cluster_is_told() -> None:
+    config = SpeculationConfig(text=__file__, replay_rate=0.6, num_drafts=3)
+    assert json.loads(SPECULATION.prepare(config, {})["speculative_config"])["num_speculative_tokens"] == 3
+    with pytest.raises(ConfigError, match="give one of --replay-rate and --speculative-config"):
+        SPECULATION.prepare(config, {"speculative_config": "{}"})
 
 
 @pytest.mark.parametrize(

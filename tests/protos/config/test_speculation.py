@@ -40,6 +40,8 @@ def test_one_end_of_the_lookup_takes_the_others_value(ends: str, expected: tuple
         ('{"method": "mtp", "model": "x"}', "model is given, but method 'mtp' drafts with layers of the model itself"),
         ('{"method": "ngram", "model": "x"}', "model is given, but method 'ngram' drafts without a model"),
         ('{"quantization": "a8w8"}', "quantization is given, but method 'suffix' drafts without a model"),
+        ('{"replay_rate": 0.5}', "has the key 'replay_rate', known are method, (?!.*replay)"),
+        ('{"method": "replay", "replay_rate": 0}', "replay_rate is 0, must be from 0.01 to 1"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0, must be from 1 to 63"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is 'True', must be of type int"),
         ('{"prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min is 4, must be at most"),

@@ -11,7 +11,7 @@ import pytest
 
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
-from allspan.protos.config.speculation import Speculation
+from allspan.protos.config.speculation import REPLAY, Speculation
 from allspan.worker.sampling.guidance import GuidanceCompiler
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import suffix
@@ -22,6 +22,7 @@ from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.looks import REST_AFTER
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
+from allspan.worker.scheduler.drafting.replay import ReplayDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
 from allspan.worker.scheduler.limits import Limits
@@ -143,6 +144,23 @@ def test_a_grammar_forces_the_text_that_it_leaves_no_choice_about() -> None:
     assert drafter.accepted(one, list(b'ame": 7x}')) == 8 - 1
     one.output_token_ids += b"x"  # not of the language: the request's own matcher will say so
     assert not drafter.propose(one, (), 9)
+
+
+def test_an_answer_is_replayed_with_as_many_errors_as_were_asked_for() -> None:
+    drafter, answer = ReplayDrafter(Speculation(REPLAY, replay_rate=0.8)), [*range(200), *[0, 1] * 100]
+    assert not drafter.propose(request(1, [5]), (), 9)
+    for number, length in enumerate((len(answer), 7)):
+        one = request(number, [5])
+        one.output_token_ids += answer[:length]
+        drafter.forget(one)
+    assert not drafter.propose(request(1, [6]), (), 9)
+    two = request(3, [5])
+    two.output_token_ids += answer[:10]
+    found = [ids(drafter.propose(two, (9,), 500)) for _ in range(20)]
+    assert {len(each) for each in found} == {389}
+    right = [draft == token for each in found for draft, token in zip(each, answer[11:], strict=True)]
+    assert 0.78 < sum(right) / len(right) < 0.82
+    assert min(draft for each in found for draft in each) >= 0
 
 
 class Even:
