@@ -189,12 +189,17 @@ def test_chances_become_what_is_seen_for_the_request_first() -> None:
     assert 0.3 < acceptance.chances(good, proposed)[0] < 0.7
 
 
+def useful(costs: StepCosts, chance: float, most: int, tokens: int = 1) -> int:
+    """Drafts that pay, of one request, if each is so likely."""
+    return costs.most_useful([chance ** (i + 1) for i in range(most)], tokens, tokens)
+
+
 @pytest.mark.parametrize(
     ("chance", "tokens", "least", "most"), [(0.99, 1, 16, 31), (0.8, 1, 4, 12), (0.02, 1, 0, 0), (0.9, 60, 0, 0)]
 )
 def test_as_many_drafts_are_run_as_pay(chance: float, tokens: int, least: int, most: int) -> None:
     costs = StepCosts(STEADY, 512)
-    assert least <= costs.most_useful([chance] * 31, tokens, tokens, False) <= most
+    assert least <= useful(costs, chance, 31, tokens) <= most
 
 
 def test_steps_that_are_at_their_limit_are_not_drafted_for() -> None:
@@ -203,15 +208,27 @@ def test_steps_that_are_at_their_limit_are_not_drafted_for() -> None:
     assert StepCosts(STEADY, 512).can_gain(1, 1)
 
 
+def test_what_one_request_s_drafts_do_not_pay_for_those_of_all_may() -> None:
+    costs = StepCosts({1: 0.99, 16: 1.0, 17: 1.05, 32: 1.06, 64: 1.5}, 512)
+    assert costs.can_gain(16, 16)
+    assert costs.most_useful([0.8], 16, 16) == 0
+    assert costs.most_useful([0.8] * 16, 16, 16) == 16
+    drafting = Drafting(Speculation(), (Even(),), 300, costs)
+    alone, everyone = [[0.8, 0.1]] + [[]] * 15, [[0.8, 0.1]] * 15 + [[0.9, 0.85, 0.8, 0.75]]
+    assert drafting._useful(alone, 16, 16, 48, False) == [0] * 16
+    assert drafting._useful(everyone, 16, 16, 48, False) == [1] * 15 + [4]
+    assert drafting._useful(everyone, 16, 16, 2, False) == [0] * 15 + [2], "the likeliest where there is room for few"
+
+
 def test_drafts_that_take_longer_than_was_measured_are_given_up() -> None:
     costs = StepCosts(STEADY, 512)
-    before = costs.most_useful([0.6] * 8, 1, 1, False)
+    before = useful(costs, 0.6, 8)
     for _ in range(20):
         for tokens in (3, 5, 9):
             costs.learn(1, False, 1.0)
             costs.learn(tokens, True, 3 * costs._measured[tokens])
     assert costs.seconds(4, True) / costs.seconds(4, False) > 1.5
-    assert before > costs.most_useful([0.6] * 8, 1, 1, False) == 0
+    assert before > useful(costs, 0.6, 8) == 0
 
 
 def test_drafts_that_were_given_up_are_tried_again_some_time() -> None:
@@ -220,10 +237,10 @@ def test_drafts_that_were_given_up_are_tried_again_some_time() -> None:
         for tokens in (3, 5, 9):
             costs.learn(1, False, 1.0)
             costs.learn(tokens, True, 3 * costs._measured[tokens])
-    assert not costs.most_useful([0.7] * 8, 1, 1, False)
+    assert not useful(costs, 0.7, 8)
     for _ in range(1500):
         costs.learn(1, False, 1.0)
-    assert costs.most_useful([0.7] * 8, 1, 1, False)
+    assert useful(costs, 0.7, 8)
 
 
 def test_times_of_a_machine_that_was_busy_at_the_start_do_not_last() -> None:
@@ -246,11 +263,11 @@ def test_a_time_that_is_longer_than_that_of_more_tokens_is_not_believed() -> Non
 
 def test_a_machine_that_slows_down_changes_no_choice() -> None:
     costs = StepCosts(STEADY, 512)
-    rng, before = random.Random(1), costs.most_useful([0.8] * 31, 1, 1, False)
+    rng, before = random.Random(1), useful(costs, 0.8, 31)
     for round in range(300):
         tokens = rng.choice([1, 1, 5, 9])
         costs.learn(tokens, tokens > 1, costs._measured[tokens] * (4 if round > 150 else 1) * rng.uniform(0.9, 1.1))
-    assert abs(costs.most_useful([0.8] * 31, 1, 1, False) - before) <= 3
+    assert abs(useful(costs, 0.8, 31) - before) <= 3
     assert costs.seconds(1, False) == pytest.approx(4, rel=0.3)
     assert GAIN > 1
 

@@ -18,7 +18,7 @@ _FARTHEST_STEP, _FARTHEST = 0.5, 2.0
 _FIRST = 4
 """The first steps with drafts count for more."""
 _LEAST_S = 1e-6
-_CERTAIN = (1.0,) * 8
+_FEW = (1, 2, 4, 8)
 
 
 class StepCosts:
@@ -76,18 +76,18 @@ class StepCosts:
         return is_due
 
     def can_gain(self, tokens: int, expected: float) -> bool:
-        """Whether drafts would pay, were they certain to be kept, in a step of so many tokens that yields
-        `expected`."""
-        return expected > 0 and self.most_useful(_CERTAIN, tokens, expected, False) > 0
+        """Whether drafts would pay, were they certain to be kept, in a step of so many tokens that yields `expected`:
+        a few of one request, or of all."""
+        least, everyone = GAIN * expected / self.seconds(tokens, False), math.ceil(expected)
+        counts = (*_FEW, *(everyone * few for few in _FEW))
+        return expected > 0 and any((expected + n) / self.seconds(tokens + n, True) > least for n in counts)
 
-    def most_useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool) -> int:
-        """Returns how many drafts make tokens a second most; `chances` of each, those before it being kept. `expected`
-        tokens come of the step as it is."""
-        best, count = GAIN * expected / self.seconds(tokens, has_drafts), 0
-        whole = 1.0
-        for i, chance in enumerate(chances, 1):
-            whole *= chance
-            expected += whole
+    def most_useful(self, gains: Sequence[float], tokens: int, expected: float) -> int:
+        """Returns how many drafts, from the first on, make tokens a second most; `gains`: what each adds to the
+        `expected` tokens that come of the step as it is."""
+        best, count = GAIN * expected / self.seconds(tokens, False), 0
+        for i, gain in enumerate(gains, 1):
+            expected += gain
             rate = expected / self.seconds(tokens + i, True)
             if rate > best:
                 best, count = rate, i

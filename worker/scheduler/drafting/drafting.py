@@ -8,7 +8,10 @@ Whatever a drafter proposes, a request's tokens do not change. Drafts are run wh
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from allspan.protos.api.errors import InternalError
@@ -86,24 +89,21 @@ class Drafting:
         is_trial = self._costs is not None and self._costs.begin_trial()
         if self._costs and not (is_trial or self._costs.can_gain(tokens, expected)):
             return grants
+        found: list[tuple[int, list[Proposed]]] = []
+        gains: list[list[float]] = []
         for index, (request, run) in enumerate(zip(step.requests, step.runs, strict=True)):
             most = self._most_of(request, step) if run.num_tokens == 1 else 0
-            proposed = self._propose(request, most) if most > 0 else []
-            if not proposed:
-                continue
-            self._proposed[request.request_id] = proposed
-            chances = self._acceptance.chances(request, proposed)
-            count = self._useful(chances, tokens, expected, bool(step.drafts), is_trial)
-            if not count:
-                continue
-            count, pages = memory.extend_for_drafts(request, count, running)
-            grants += pages
+            if most > 0 and (proposed := self._propose(request, most)):
+                self._proposed[request.request_id] = proposed
+                found.append((index, proposed))
+                gains.append(self._gains(request, proposed))
+        counts = self._useful(gains, tokens, expected, step.room, is_trial)
+        for (index, proposed), useful in zip(found, counts, strict=True):
+            if count := min(useful, step.room):
+                count, pages = memory.extend_for_drafts(step.requests[index], count, running)
+                grants += pages
             if count:
                 step.draft(index, tuple(each.draft.token for each in proposed[:count]))
-                tokens += count
-                for i in range(count):
-                    chances[i] *= chances[i - 1] if i else 1.0
-                expected += sum(chances[:count])
         return grants
 
     def must_wait(self, memory: PageManager | OwnedPages, running: Sequence[Request]) -> bool:
@@ -119,18 +119,14 @@ class Drafting:
         if self._costs and not (is_trial or self._costs.can_gain(count, count)):
             return False
         self._proposed.clear()
-        pays = False
+        gains: list[list[float]] = []
         for request in running:
             most = min(self._most + 1, self._most_more(request)) if request.num_unknown else 0
-            proposed = self._propose(request, most) if most > 1 else []
-            if not proposed:
-                continue
-            self._proposed[request.request_id] = proposed
-            if not pays:
-                first, *rest = self._acceptance.chances(request, proposed)
-                rest = rest or [first]
-                rest[0] *= first
-                pays = self._useful(rest, count, count, False, is_trial) > 0
+            if most > 1 and (proposed := self._propose(request, most)):
+                self._proposed[request.request_id] = proposed
+                first, *behind = self._gains(request, proposed) or [0.0]
+                gains.append(behind or [first * first])
+        pays = any(self._useful(gains, count, count, self._most * count, is_trial))
         if pays:
             self._looks.found()
         return pays
@@ -209,13 +205,24 @@ class Drafting:
             bad = self._grammars.accepted(request, [each.draft.token for each in found[:bad]])
         return found[:bad]
 
-    def _useful(self, chances: Sequence[float], tokens: int, expected: float, has_drafts: bool, is_trial: bool) -> int:
-        """How many drafts of a request are run in a step that has so many tokens without them."""
-        least = self._least_chance
+    def _gains(self, request: Request, proposed: Sequence[Proposed]) -> list[float]:
+        """How likely it is that each of these drafts is kept, with all before it: the tokens that it should add.
+        Of the first ones alone where the others are too unlikely to be run."""
+        chances, least = self._acceptance.chances(request, proposed), self._least_chance
         count = next((i for i, chance in enumerate(chances) if chance < least), len(chances)) if least else len(chances)
+        return list(itertools.accumulate(chances[:count], operator.mul))
+
+    def _useful(
+        self, gains: Sequence[Sequence[float]], tokens: int, expected: float, room: int, is_trial: bool
+    ) -> list[int]:
+        """How many drafts of each request, whose `gains` these are, are run in a step that has so many tokens without
+        them: the likeliest ones of all, `room` at most."""
         if self._costs is None:
-            return count
-        useful = self._costs.most_useful(chances[:count], tokens, expected, has_drafts)
-        if is_trial and not (useful or has_drafts) and count and chances[0] >= TRIAL_CHANCE:
-            return min(count, TRIAL_DRAFTS)
-        return useful
+            return [len(each) for each in gains]
+        likeliest = sorted((-gain, number) for number, each in enumerate(gains) for gain in each)[:room]
+        count = self._costs.most_useful([-gain for gain, _ in likeliest], tokens, expected)
+        counts = Counter(number for _, number in likeliest[:count])
+        if is_trial and not count:
+            tried = next((number for number, each in enumerate(gains) if each and each[0] >= TRIAL_CHANCE), None)
+            counts = Counter() if tried is None else Counter({tried: min(len(gains[tried]), TRIAL_DRAFTS)})
+        return [counts[number] for number in range(len(gains))]
