@@ -16,8 +16,9 @@ from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.scheduler.drafting.costs import StepCosts
 from allspan.worker.scheduler.drafting.drafting import Drafting
-from allspan.worker.scheduler.plan import StepPlan
+from allspan.worker.scheduler.plan import StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
+from allspan.worker.scheduler.scheduler import Outcome
 from support.cores import Collected, fake_gpu_core, request, step_until_idle
 from support.drafters import Guesses, drafting
 from support.fake_model import FakeGpuModel, greedy
@@ -159,3 +160,37 @@ def test_tokens_are_those_without_drafts_whoever_comes(
     step_until_idle(core)
     for one in ones:
         assert collected.tokens(one) == greedy(list(one.prompt_token_ids), one.max_tokens)
+
+
+def test_callers_are_told_of_a_step_while_the_next_one_runs() -> None:
+    told = list[int]()
+
+    def tell(outcomes: list[Outcome]) -> None:
+        told.append(model.num_forwards)
+        collected(outcomes)
+
+    collected = Collected()
+    core, model, plans = drafting_core(Knowing(range(60)), collected)
+    core.on_outputs = tell
+    run(core, collected, [request(1, [3, 4, 5], max_tokens=20, ignore_eos=True)])
+    assert sum(bool(plan.drafts) for plan in plans) > 3
+    steps = model.num_forwards
+    assert told == [*range(2, steps + 1), steps]
+
+
+def test_a_request_that_is_cancelled_before_its_tokens_were_told_ends_behind_them() -> None:
+    collected = Collected()
+    core, _, _ = drafting_core(Knowing(range(60)), collected)
+    planner, one = core._planner, request(1, [3, 4, 5], max_tokens=20, ignore_eos=True)
+    finish = planner.finish
+
+    def finishing(result: StepResult) -> None:
+        finish(result)
+        if len(result.tokens.get(0, ())) > 1:
+            core.cancel([one.request_id])
+
+    planner.finish = finishing  # type: ignore[method-assign]
+    core.submit(one)
+    step_until_idle(core)
+    assert collected.reason(one) == "cancelled"
+    assert collected.tokens(one) == greedy([3, 4, 5], 20)[:6], "the prompt's, four drafts and one more"

@@ -217,6 +217,14 @@ def test_preemption_waits_until_no_step_is_in_flight() -> None:
     assert [collected.tokens(one) for one in ones] == [expected(one) for one in ones]
 
 
+def test_a_shut_down_loop_plans_nothing_more() -> None:
+    core, _ = fake_gpu_core()
+    plans = plans_of(core)
+    core.shutdown()
+    core.run()
+    assert [plan.operation for plan in plans] == [Operation.SHUTDOWN]
+
+
 def test_a_shut_down_loop_tells_everybody() -> None:
     collected = Collected()
     core, _ = fake_gpu_core(collected=collected)

@@ -129,7 +129,7 @@ def test_a_prompt_that_leaves_halfway_keeps_no_page_and_changes_no_other_vector_
         if rank:
             return cores[rank].run()
         one = submit(0, halfway, max_tokens=1)
-        for _ in range(2):
+        for _ in range(2 if make is fake_core else 1):  # a GPU's next step is in flight then
             cores[0].step()
         assert 0 < one.num_computed < len(halfway)
         submit(1, decode, max_tokens=9)

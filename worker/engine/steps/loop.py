@@ -24,7 +24,10 @@ class Planner(Protocol):
         """The next step; None: none can be planned now."""
 
     def finish(self, result: StepResult) -> None:
-        """Takes a step's tokens in and reports them."""
+        """Takes a step's tokens in."""
+
+    def deliver(self) -> None:
+        """Reports what the steps that were finished have made."""
 
 
 class Progress:
@@ -92,16 +95,19 @@ class StepLoop:
         if plan is None:
             return False
         planner.finish(self._run(plan))
+        planner.deliver()
         return True
 
     def overlapped_round(self, planner: Planner) -> bool:
-        """Fills the queue of steps in flight, then finishes the oldest."""
-        runner = self.runner
-        while runner.num_in_flight < self.depth and (plan := self._publish(planner)) is not None:
-            self._launch(plan)
-        if not runner.num_in_flight:
+        """Fills the queue of steps in flight, then finishes the oldest. Where that leaves the device without any, the
+        next one is launched before callers are told."""
+        self._launch_all(planner)
+        if not self.runner.num_in_flight:
             return False
         planner.finish(self._land())
+        if not self.runner.num_in_flight:
+            self._launch_all(planner)
+        planner.deliver()
         return True
 
     def expect(self) -> None:
@@ -125,6 +131,11 @@ class StepLoop:
             self._run(plan)
         self.host_s += time.perf_counter() - started - (self._apart_s - apart_s)
         return True
+
+    def _launch_all(self, planner: Planner) -> None:
+        """Launches all steps that can be planned."""
+        while self.runner.num_in_flight < self.depth and (plan := self._publish(planner)) is not None:
+            self._launch(plan)
 
     @property
     def _apart_s(self) -> float:

@@ -44,6 +44,8 @@ class LeaderPlanner:
         self._on_outputs = on_outputs
         self._ended: list[Outcome] = []
         """Ends of requests that were cancelled; the next plan's round reports them."""
+        self._news: list[Outcome] = []
+        """What steps have made that was not reported yet."""
         self._checked_step = 0
 
     @property
@@ -85,8 +87,11 @@ class LeaderPlanner:
         return not self.scheduler.requests()
 
     def plan(self) -> StepPlan | None:
-        """Returns the next step; None when none can be planned now. An operation waits until no step is in flight."""
+        """Returns the next step; None when none can be planned now, or any more. An operation waits until no step is in
+        flight."""
         with self._changed:
+            if self._status.has_ended:
+                return None
             ended, self._ended = self._ended + self._expire(), []
             for adapter in self.scheduler.adapters.take_unused():
                 self._operations.add(Operation.DROP_ADAPTER, drop_argument(adapter))
@@ -94,18 +99,24 @@ class LeaderPlanner:
             plan = self.scheduler.schedule(operation, argument)
             if operation and plan is not None:
                 self._operations.planned()
-        if ended:
+        if self._news:
+            self._news += ended
+        elif ended:
             self._on_outputs(ended)
         return plan
 
     def finish(self, result: StepResult) -> None:
-        """Takes a step's tokens in and reports them."""
+        """Takes a step's tokens in; `deliver` reports them."""
         with self._changed:
-            outcomes = self.scheduler.apply(result)
+            self._news += self.scheduler.apply(result)
             self._operations.finish()
             self._changed.notify_all()
-        if outcomes:
-            self._on_outputs(outcomes)
+
+    def deliver(self) -> None:
+        """Reports what the steps that were finished have made."""
+        news, self._news = self._news, []
+        if news:
+            self._on_outputs(news)
 
     def wait_for_work(self, timeout: float, step: int) -> None:
         """Waits until there is something to plan, at most `timeout` seconds. The scheduler's invariants are checked
@@ -119,11 +130,10 @@ class LeaderPlanner:
     def end(self) -> None:
         """Fails every open request with Unavailable: the loop is over."""
         with self._changed:
-            ended, self._ended = self._ended, []
-            ended += self.scheduler.abandon(Unavailable(self._status.cause))
+            self._news += self._ended + self.scheduler.abandon(Unavailable(self._status.cause))
+            self._ended = []
             self._changed.notify_all()
-        if ended:
-            self._on_outputs(ended)
+        self.deliver()
 
     def invalidate(self, weights_version: int) -> None:
         """Forgets every cached page, and what running requests have computed."""
