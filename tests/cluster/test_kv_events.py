@@ -55,7 +55,7 @@ class Follower:
 
 
 def test_a_prompts_pages_are_told_once_with_their_rank_and_cleared_with_the_cache(tiny: Path) -> None:
-    ports = [free_port() for _ in range(3)]  # of the first replica; the second has the next ones
+    ports = [free_port(behind=1) for _ in range(3)]  # of the first replica; the second has the next ones
     words = ["--ranks=1", "--data-parallel-size=2", "--threads=1", "--oversubscribe", "--served-model-name=tiny"]
     words += [f"--worker-port={ports[2]}"]
     words += [f"--kv-events-endpoint=tcp://127.0.0.1:{ports[0]}"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,17 @@ from support.waiting import wait_until
 READY_S = 60.0
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_port(behind: int = 0) -> int:
+    """A port that nobody listens at, nor at so many behind it."""
+    for _ in range(100):
+        with ExitStack() as held, suppress(OSError):
+            first = 0
+            for number in range(1 + behind):
+                sock = held.enter_context(socket.socket())
+                sock.bind(("127.0.0.1", first + number))
+                first = first or int(sock.getsockname()[1])
+            return first
+    raise AssertionError(f"no {1 + behind} free ports in a row")
 
 
 @contextmanager

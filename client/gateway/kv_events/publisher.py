@@ -42,14 +42,15 @@ class KvPublisher:
         self._context: Any = zmq.asyncio.Context()
         self._pub: Any = self._context.socket(zmq.PUB)
         self._replay: Any = None
+        flag = "--kv-events-endpoint"
         try:
             self._pub.bind(of_replica(config.kv_events_endpoint, replica))
             if config.kv_events_replay_endpoint:
-                self._replay = self._context.socket(zmq.ROUTER)
+                flag, self._replay = "--kv-events-replay-endpoint", self._context.socket(zmq.ROUTER)
                 self._replay.bind(of_replica(config.kv_events_replay_endpoint, replica))
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"--kv-events-endpoint {config.kv_events_endpoint} cannot be bound: {error}") from None
+            raise ConfigError(f"{flag} of replica {replica} cannot be bound: {error}") from None
 
     async def publish(self, source: AsyncGenerator[pb.PageEvents, None]) -> None:
         """Sends what the source tells until it ends."""
@@ -83,9 +84,11 @@ async def published(
         yield
         return
     async with contextlib.AsyncExitStack() as stack:
+        publishers = [
+            stack.enter_context(contextlib.closing(KvPublisher(config, replica))) for replica in range(len(sources))
+        ]
         tasks = []
-        for replica, source in enumerate(sources):
-            publisher = stack.enter_context(contextlib.closing(KvPublisher(config, replica)))
+        for publisher, source in zip(publishers, sources, strict=True):
             tasks += [asyncio.create_task(publisher.publish(source)), asyncio.create_task(publisher.answer())]
         for task in tasks:
             task.add_done_callback(_report)

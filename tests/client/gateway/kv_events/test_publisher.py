@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import zmq.asyncio
 
 from allspan.client.gateway.config import KvEventsConfig
 from allspan.client.gateway.kv_events.batches import KvEvents
-from allspan.client.gateway.kv_events.publisher import check_endpoints, of_replica
+from allspan.client.gateway.kv_events.publisher import check_endpoints, of_replica, published
 from allspan.protos import worker_pb2 as pb
 from allspan.protos.api.errors import ConfigError
 from support.gateway import fake_engine, gateway
@@ -100,6 +102,22 @@ async def test_a_subscriber_of_vllm_reads_the_events_and_asks_for_those_that_it_
     batches = [msgspec.msgpack.decode(payload, type=Batch) for _, payload in found[:-1]]
     assert [batch.events for batch in batches] == EVENTS
     assert {batch.data_parallel_rank for batch in batches} == {0}
+
+
+async def test_an_endpoint_that_cannot_be_bound_is_named_before_anything_is_published(tmp_path: Path) -> None:
+    (tmp_path / "replay_dp1").mkdir()
+    begun: list[int] = []
+
+    async def source(replica: int) -> AsyncGenerator[pb.PageEvents, None]:
+        begun.append(replica)
+        yield pb.PageEvents(cleared=True, page_tokens=2)
+
+    config = KvEventsConfig(f"ipc://{tmp_path}/events", kv_events_replay_endpoint=f"ipc://{tmp_path}/replay")
+    with pytest.raises(ConfigError, match="--kv-events-replay-endpoint of replica 1 cannot be bound"):
+        async with published(config, [source(0), source(1)]):
+            raise AssertionError("it was bound")
+    await asyncio.sleep(0)
+    assert not begun
 
 
 def test_a_page_of_an_adapter_is_told_with_its_number() -> None:
