@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from allspan.protos.text.tokenizers.loading import load_tokenizer
-
 _FILE = "tokenizer.json"
 
 
@@ -18,6 +16,8 @@ def first_difference(one: Path, other: Path) -> str:
         return ""
     if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
         return ""
+    from allspan.protos.text.tokenizers.loading import load_tokenizer  # imports much, which ranks have no other use for
+
     first, second = load_tokenizer(one), load_tokenizer(other)
     control = first.special_ids | second.special_ids
     for token in range(min(first.vocab_size, second.vocab_size)):
