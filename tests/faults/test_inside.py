@@ -107,5 +107,5 @@ def test_a_collective_that_one_rank_leaves_out_is_noticed_and_shown_with_every_s
     for rank in (0, 1):
         assert f"stacks of rank {rank}" in served.log
     assert served.log.count("Current thread") + served.log.count("most recent call first") >= 2
-    assert "engine/runner.py" in served.log
+    assert "engine/steps/runner.py" in served.log
     assert "stuck" in served.log.splitlines()[-1]
