@@ -13,34 +13,11 @@
 #   pytest -m gpu tests/kernels/cuda/test_adapters.py tests/worker/backend/cuda/test_adapters.py
 set -eu
 
-out=$(mkdir -p "$1" && cd "$1" && pwd)
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "$0")/random_weights.sh"
 shift
 [ $# -gt 0 ] || set -- qwen2.5-bf16
 batches=${BATCHES:-1x1024x257,64x1024x256,256x1024x256}
-
-# The tokenizer knows bytes alone: prompts are token ids.
-tokenizer() {
-  "${PYTHON:-python3}" - "$1" << 'END'
-import sys
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-made.save(sys.argv[1])
-END
-}
-
-# config HIDDEN LAYERS HEADS KV_HEADS INTERMEDIATE VOCABULARY
-config() {
-  cat << END
-{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": $1, "num_hidden_layers": $2,
- "num_attention_heads": $3, "num_key_value_heads": $4, "intermediate_size": $5, "vocab_size": $6,
- "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
- "tie_word_embeddings": false, "torch_dtype": "bfloat16"}
-END
-}
 
 # A random adapter of PEFT's for the model of a config.json, in bfloat16: adapter CONFIG FOLDER
 adapter() {
@@ -83,12 +60,10 @@ END
 }
 
 for case in "$@"; do
-  format=${case##*-} model=$out/${case%-*}
-  mkdir -p "$model"
-  tokenizer "$model/tokenizer.json"
+  format=${case##*-}
   case $case in
-    qwen2.5-*) config 3584 28 28 4 18944 152064 > "$model/config.json" ;;
-    tiny-*) config 128 2 4 2 256 512 > "$model/config.json" ;;
+    qwen2.5-*) model qwen2.5 qwen ;;
+    tiny-*) model tiny tiny ;;
     *) echo "adapters.sh: there is no case $case" >&2 && exit 2 ;;
   esac
   adapter "$model/config.json" "$model-adapter"

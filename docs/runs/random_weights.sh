@@ -21,6 +21,25 @@ made.save(sys.argv[1])
 END_OF_PROGRAM
 }
 
+# qwen2_config HIDDEN LAYERS HEADS KV_HEADS INTERMEDIATE VOCABULARY: a config.json of Qwen2
+qwen2_config() {
+  cat << END
+{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": $1, "num_hidden_layers": $2,
+ "num_attention_heads": $3, "num_key_value_heads": $4, "intermediate_size": $5, "vocab_size": $6,
+ "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+ "tie_word_embeddings": false, "torch_dtype": "bfloat16"}
+END
+}
+
+# Of Qwen2.5-7B's shape, and of a trial's on a CPU.
+qwen() {
+  qwen2_config 3584 28 28 4 18944 152064
+}
+
+tiny() {
+  qwen2_config 128 2 4 2 256 512
+}
+
 # bench NAME CASE FLAG …: what `allspan bench NAME` says of `model` goes to OUT/CASE-NAME.json.
 bench() {
   name=$1 file=$out/$2-$1.json

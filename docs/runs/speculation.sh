@@ -21,24 +21,6 @@ set -eu
 shift
 [ $# -gt 0 ] || set -- qwen2.5-bf16
 
-# config HIDDEN LAYERS HEADS KV_HEADS INTERMEDIATE VOCABULARY
-config() {
-  cat << END
-{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": $1, "num_hidden_layers": $2,
- "num_attention_heads": $3, "num_key_value_heads": $4, "intermediate_size": $5, "vocab_size": $6,
- "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
- "tie_word_embeddings": false, "torch_dtype": "bfloat16"}
-END
-}
-
-qwen() {
-  config 3584 28 28 4 18944 152064
-}
-
-tiny() {
-  config 128 2 4 2 256 512
-}
-
 "${PYTHON:-python3}" - "$out/text.txt" << 'END'
 import pathlib
 import random
