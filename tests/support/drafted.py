@@ -46,6 +46,15 @@ ASKED: list[dict[str, object]] = [
     {"temperature": 0.0, "grammar": Grammar("choice", '["a first answer", "a second answer"]')},
     {"temperature": 0.0, "max_tokens": 2},
 ]
+FEW: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "logprobs": 3},
+    {"temperature": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "stop_token_ids": tuple(range(0, 97, 7)), "min_tokens": 5},
+    {"temperature": 0.0, "max_tokens": 2},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+]
 
 
 def asked() -> list[Request]:
@@ -56,6 +65,15 @@ def asked() -> list[Request]:
         prompt = family[: rng.randint(20, 40)] + [number] * rng.randint(1, 5)
         requests.append(request(number, prompt, **{"max_tokens": 24, "logprobs": 20, **params}))
     return requests
+
+
+def few_asked() -> list[Request]:
+    """Requests of a fake model, which has 97 tokens."""
+    prompts = [[number + 1, *range(5, 5 + 3 * number)] for number in range(len(FEW))]
+    return [
+        request(number, prompt, **{"max_tokens": 20, **params})
+        for number, (prompt, params) in enumerate(zip(prompts, FEW, strict=True))
+    ]
 
 
 def play(

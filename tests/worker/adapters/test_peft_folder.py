@@ -191,9 +191,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused_and_ends_no_process(adap
 
 
 @pytest.mark.parametrize("swapped", ["adapter_config.json", "adapter_model.safetensors", ""])
-def test_a_link_that_leads_out_of_the_folder_of_adapters_only_after_the_check_is_not_read(
-    swapped: str, adapter: Path
-) -> None:
+def test_a_link_that_is_swapped_after_the_check_is_not_read(swapped: str, adapter: Path) -> None:
     allowed = adapter.parent / "allowed"
     shutil.copytree(adapter, allowed / "one")
     path, opener = resolved_folder("one", str(allowed)), opener_below(str(allowed))
@@ -265,7 +263,7 @@ def test_modules_are_found_whichever_class_of_the_model_was_trained(
     assert holds_an_adapter(slots)
 
 
-def test_base_weights_that_peft_saves_beside_adapters_of_embedding_and_head_are_passed_over(
+def test_base_weights_beside_adapters_of_embedding_and_head_are_passed_over(
     adapter: Path, base: tuple[Any, Path]
 ) -> None:
     slots = slots_of(base[1])

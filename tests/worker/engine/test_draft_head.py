@@ -29,6 +29,7 @@ from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.rank_drafter import Drafted
 from support.cores import PAGE_SIZE, Collected, config, host_parts, request, step_until_idle
+from support.drafted import few_asked, told
 from support.fake_model import FakeModel, logits_after
 from support.threads import ThreadWorld
 
@@ -148,29 +149,6 @@ def play(
     return collected.outputs, core._planner.scheduler.counters, head
 
 
-def told(outputs: dict[bytes, Output]) -> dict[bytes, tuple[object, ...]]:
-    return {key: (each.token_ids, each.logprobs, each.finish_reason) for key, each in outputs.items()}
-
-
-ASKED: list[dict[str, object]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 20, "logprobs": 3},
-    {"temperature": 0.9, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "stop_token_ids": tuple(range(0, 97, 7)), "min_tokens": 5},
-    {"temperature": 0.0, "max_tokens": 2},
-    {"temperature": 0.0, "prompt_logprobs": 2},
-]
-
-
-def asked() -> list[Request]:
-    prompts = [[number + 1, *range(5, 5 + 3 * number)] for number in range(len(ASKED))]
-    return [
-        request(number, prompt, **{"max_tokens": 20, **params})
-        for number, (prompt, params) in enumerate(zip(prompts, ASKED, strict=True))
-    ]
-
-
 @pytest.mark.parametrize(
     ("size", "limits"),
     [
@@ -183,8 +161,8 @@ def asked() -> list[Request]:
     ids=str,
 )
 def test_a_head_changes_no_token(size: int, limits: dict[str, Any]) -> None:
-    plain, _, _ = play(0, asked(), size=size, **limits)
-    found, counters, head = play(4, asked(), size=size, **limits)
+    plain, _, _ = play(0, few_asked(), size=size, **limits)
+    found, counters, head = play(4, few_asked(), size=size, **limits)
     assert told(found) == told(plain)
     assert counters.draft_tokens
     assert head.num_chained

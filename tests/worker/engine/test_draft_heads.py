@@ -186,7 +186,7 @@ def test_weights_of_a_head_come_back_from_a_file_with_other_names(eagle3: tuple[
     assert torch.equal(engine.draft_model.weights["norm.weight"], 2 * tensors["norm.weight"])
 
 
-def test_a_head_with_a_copy_of_the_embedding_goes_on_where_its_target_has_other_weights(
+def test_a_head_with_a_copy_of_the_embedding_outlives_its_targets_weights(
     eagle3: tuple[Path, str], tmp_path: Path
 ) -> None:
     model, head = tmp_path / "model", tmp_path / "head"

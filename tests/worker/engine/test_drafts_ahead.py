@@ -114,7 +114,7 @@ def test_drafts_run_beside_prompts(chunks: tuple[int, ...], bucket: int) -> None
     assert collected.tokens(first) == greedy([1, 2, 3], 40)
 
 
-def test_drafts_are_judged_while_steps_are_planned_ahead_and_run_when_they_have_come_true() -> None:
+def test_drafts_are_judged_while_steps_are_planned_ahead() -> None:
     collected = Collected()
     costs = StepCosts(STEADY, 64)
     core, _, plans = drafting_core(Knowing(range(1, 60), likely=0.02), collected, costs=costs)

@@ -26,26 +26,11 @@ from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.rank_drafter import Drafted
 from support.cores import PAGE_SIZE, Collected, config, host_parts, request, step_until_idle
+from support.drafted import few_asked, told
 from support.fake_model import FakeModel, greedy
 from support.threads import ThreadWorld
 
 WIDTHS = {1: (97,), 2: (50, 47), 3: (33, 33, 31)}
-ASKED: list[dict[str, object]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 20, "logprobs": 3},
-    {"temperature": 0.9, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "stop_token_ids": tuple(range(0, 97, 7)), "min_tokens": 5},
-    {"temperature": 0.0, "max_tokens": 2},
-]
-
-
-def asked() -> list[Request]:
-    prompts = [[number + 1, *range(5, 5 + 3 * number)] for number in range(len(ASKED))]
-    return [
-        request(number, prompt, **{"max_tokens": 20, **params})
-        for number, (prompt, params) in enumerate(zip(prompts, ASKED, strict=True))
-    ]
 
 
 def play(
@@ -78,7 +63,7 @@ def play(
         found[rank] = core, draft
         if most and rank == 0:
             core.draft_with(Speculation("draft_model", most), costs[0], DrafterFacts(draft_len, costs[1]))
-        for each in rounds or (asked(),):
+        for each in rounds or (few_asked(),):
             for one in copy.deepcopy(each):
                 core.submit(one)
             world.barrier.wait(20)
@@ -93,10 +78,6 @@ def play(
     assert len(collected.errors) == fails
     core, draft = found[0]
     return collected.outputs, core._planner.scheduler.counters, draft
-
-
-def told(outputs: dict[bytes, Output]) -> dict[bytes, tuple[object, ...]]:
-    return {key: (each.token_ids, each.logprobs, each.finish_reason) for key, each in outputs.items()}
 
 
 @pytest.mark.parametrize(

@@ -273,9 +273,7 @@ def test_a_machine_that_slows_down_changes_no_choice() -> None:
 
 
 @pytest.mark.parametrize(("look_s", "looks"), [(1e-3, 1.0), (12e-3, 1 / 3), (1.0, 1 / 4)])
-def test_drafts_are_looked_for_less_often_where_there_are_none_and_looking_takes_time(
-    look_s: float, looks: float
-) -> None:
+def test_drafts_are_looked_for_less_often_where_there_are_none(look_s: float, looks: float) -> None:
     now, asked_at, limits = [0.0], list[int](), Limits(300, 999, 16, 99, 4, 16, 9)
 
     class Slow(Guesses):
