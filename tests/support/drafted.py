@@ -20,7 +20,7 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.spec import HeadSpec
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from allspan.worker.scheduler.request import Request
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import Collected, request, step_until_idle

@@ -31,8 +31,8 @@ from allspan.worker.sampling.grammar_cache import Grammars
 from allspan.worker.sampling.grammar_masks import MaskMaker
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.counters import Load
-from allspan.worker.scheduler.drafting.asking import Asking, DrafterFacts
 from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts, DraftRunPlanner
 from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.table import drafters_of
@@ -188,11 +188,11 @@ class EngineCore:
         ranks, if there is one. ConfigError for an unknown method."""
         size, most = self.limits.vocab_size, self.limits.max_num_batched_tokens
         costs = StepCosts(seconds, most) if seconds else None
-        drafters, asking = drafters_of(asked), None
+        drafters, run_planner = drafters_of(asked), None
         from_ranks = next((each for each in drafters if isinstance(each, RankDrafts)), None)
         if from_ranks and drafter:
-            asking = Asking(from_ranks, asked.num_speculative_tokens, most, drafter, costs)
-        drafting = Drafting(asked, drafters, size, costs, asking=asking)
+            run_planner = DraftRunPlanner(from_ranks, asked.num_speculative_tokens, most, drafter, costs)
+        drafting = Drafting(asked, drafters, size, costs, run_planner=run_planner)
         self._planner.scheduler.drafting = drafting
 
     def time_steps(self, model: StepModel, collectives: Collectives) -> dict[int, float]:

@@ -45,7 +45,7 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.step.backend import Backend, DeviceSteps, StepParts

@@ -13,7 +13,7 @@ from allspan.protos.api.errors import AdapterNotFound, ConfigError
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.models.holding import Holding
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from support.draft_heads import save_eagle3
 from support.peft_adapters import greedy_tokens, merged, save_adapter
 from support.tiny_models import prompt, save_tiny

@@ -23,7 +23,7 @@ from allspan.worker.engine.steps.draft_head import DraftHead, HeadPlace
 from allspan.worker.engine.steps.draft_sampler import DraftSampler
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs

@@ -20,7 +20,7 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from support.cores import Collected, request, step_until_idle
 from support.draft_heads import Mtp, save_eagle3
 from support.drafted import VOCAB, play, told

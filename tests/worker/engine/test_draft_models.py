@@ -16,7 +16,7 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.engine.engine import Engine
 from allspan.worker.models.model import Model
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting.asking import DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from allspan.worker.scheduler.request import Request
 from support.cores import request
 from support.drafted import VOCAB, asked, play, told

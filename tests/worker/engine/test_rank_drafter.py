@@ -20,7 +20,7 @@ from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.steps.draft_model import DraftModel
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
-from allspan.worker.scheduler.drafting.asking import FIRST_TRIALS, TRIAL_DRAFTS, DrafterFacts
+from allspan.worker.scheduler.drafting.draft_run_planner import FIRST_TRIALS, TRIAL_DRAFTS, DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs

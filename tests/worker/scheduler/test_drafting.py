@@ -16,11 +16,11 @@ from allspan.worker.sampling.guidance import GuidanceCompiler
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
+from allspan.worker.scheduler.drafting.backoff import SKIP_AFTER
 from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
-from allspan.worker.scheduler.drafting.looks import REST_AFTER
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.replay import ReplayDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
@@ -301,7 +301,7 @@ def test_drafts_are_looked_for_less_often_where_there_are_none(look_s: float, lo
     one = request(1, [1, 2, 3])
     for _ in range(500):
         step(one)
-    assert asked_at[:REST_AFTER] == list(range(3, 3 + REST_AFTER))
+    assert asked_at[:SKIP_AFTER] == list(range(3, 3 + SKIP_AFTER))
     assert len([at for at in asked_at if at >= 300]) == pytest.approx(looks * 203, rel=0.02)
     asked_at.clear()
     step(one, request(2, [1, 2, 3, 4]))  # another one may repeat itself

@@ -18,11 +18,11 @@ from allspan.protos.api.errors import InternalError
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
-from allspan.worker.scheduler.drafting.asking import Asking
+from allspan.worker.scheduler.drafting.backoff import LookupBackoff
 from allspan.worker.scheduler.drafting.costs import TRIAL_CHANCE, TRIAL_DRAFTS, StepCosts
+from allspan.worker.scheduler.drafting.draft_run_planner import DraftRunPlanner
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
-from allspan.worker.scheduler.drafting.looks import Looks
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts, kind_of
 from allspan.worker.scheduler.lookahead import Flight
 from allspan.worker.scheduler.owned_pages import OwnedPages
@@ -42,15 +42,15 @@ class Drafting:
         vocab_size: int,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        asking: Asking | None = None,
+        run_planner: DraftRunPlanner | None = None,
     ) -> None:
-        """`costs` None: everything that is proposed is run, whether it pays or not. `asking`: for what one of the
+        """`costs` None: everything that is proposed is run, whether it pays or not. `run_planner`: for what one of the
         drafters, RankDrafts, hands on."""
         self._most = asked.num_speculative_tokens
         self._least_chance = asked.suffix_decoding_min_token_prob
         self._drafters = drafters
         self._grammars = next((each for each in drafters if isinstance(each, ForcedTokens)), None)
-        self._asking = asking
+        self._run_planner = run_planner
         self._vocab_size = vocab_size
         self._costs = costs
         self._acceptance = Acceptance(drafters)
@@ -58,9 +58,9 @@ class Drafting:
         """What was proposed behind the tokens that are known, by request: the step that is over next judges it."""
         self._clock = clock
         self._began_at = self._learnt_at = 0.0
-        self._rests = False
+        self._skips = False
         """No drafts are looked for in the step that is planned."""
-        self._looks = Looks()
+        self._backoff = LookupBackoff()
 
     def fill(self, step: StepBuilder, memory: PageManager | OwnedPages, running: Sequence[Request]) -> list[Grant]:
         """Adds drafts to the step's decodes, with what is left of its budgets, and where drafts are made in the ranks
@@ -69,14 +69,14 @@ class Drafting:
         if step.is_ahead:
             return []
         self._began_at = self._clock()
-        self._rests = self._costs is not None and self._looks.may_rest(step, self._costs)
-        if self._rests:
+        self._skips = self._costs is not None and self._backoff.may_skip(step, self._costs)
+        if self._skips:
             return []
         self._proposed.clear()
         grants = self._add_drafts(step, memory, running)
-        if self._asking and memory.can_retract:
-            grants += self._asking.fill(step, memory, running, self._may_draft, self._chances)
-        self._looks.looked(self._clock() - self._began_at, not (step.drafts or step.draft_runs))
+        if self._run_planner and memory.can_retract:
+            grants += self._run_planner.fill(step, memory, running, self._may_draft, self._chances)
+        self._backoff.record(self._clock() - self._began_at, not (step.drafts or step.draft_runs))
         return grants
 
     def _add_drafts(
@@ -111,7 +111,7 @@ class Drafting:
         would pay. That is told from what is proposed behind the tokens that are known: of these drafts the first stands
         for the token that is on its way, and those behind it count if it is right; where there are none, another one of
         its kind will be proposed then."""
-        self._rests = False
+        self._skips = False
         count = sum(request.num_unknown > 0 for request in running)
         is_trial = self._costs is not None and self._costs.is_trial_due
         if not (memory.can_retract and count):
@@ -128,12 +128,12 @@ class Drafting:
                 gains.append(behind or [first * first])
         pays = any(self._useful(gains, count, count, self._most * count, is_trial))
         if pays:
-            self._looks.found()
+            self._backoff.reset()
         return pays
 
     def take(self, flight: Flight, result: StepResult, memory: PageManager | OwnedPages) -> None:
         """Takes in what was drafted in the ranks behind a step, whose tokens the requests have by now."""
-        if self._asking is None:
+        if self._run_planner is None:
             raise InternalError("tokens were drafted in the ranks that nobody asked for")
         requests = {run.row: request for run, request in zip(flight.plan.runs, flight.requests, strict=True)}
         for run in flight.plan.draft_runs:
@@ -141,13 +141,13 @@ class Drafting:
             if request.status is RequestStatus.RUNNING:
                 request.num_drafted = drafted.num_tokens
                 memory.commit_drafted(request, len(drafted.drafts))
-                self._asking.drafts.take(request, drafted, run.first)
+                self._run_planner.drafts.take(request, drafted, run.first)
 
     def learn(self, flight: Flight, result: StepResult, counters: SchedulerCounters) -> None:
         """The oldest step in flight has made these tokens of its rows just now."""
         began = self._learnt_at if flight.plan.in_flight else self._began_at  # one ahead waits for the one before
         self._learnt_at = self._clock()
-        if self._rests:
+        if self._skips:
             return
         plan, drafted, tokens = flight.plan, dict(flight.plan.drafts), result.tokens
         for request, run in zip(flight.requests, plan.runs, strict=True) if self._proposed else ():
@@ -160,15 +160,15 @@ class Drafting:
         count = sum(run.num_tokens for run in plan.runs)
         if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
             self._costs.learn(count, bool(drafted), self._learnt_at - began - result.draft_s)
-        if self._asking:
-            self._asking.learn(plan, result)
+        if self._run_planner:
+            self._run_planner.learn(plan, result)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         for drafter in self._drafters:
             drafter.forget(request)
-        if self._asking:
-            self._asking.ended(request)
+        if self._run_planner:
+            self._run_planner.ended(request)
         self._acceptance.forget(request)
         self._proposed.pop(request.request_id, None)
 

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.scheduler.drafting.asking import EXPECTED_LEFT, FIRST_TRIALS, TRIAL_DRAFTS, Asking, DrafterFacts
 from allspan.worker.scheduler.drafting.costs import StepCosts
+from allspan.worker.scheduler.drafting.draft_run_planner import (
+    EXPECTED_LEFT,
+    FIRST_TRIALS,
+    TRIAL_DRAFTS,
+    DrafterFacts,
+    DraftRunPlanner,
+)
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.limits import GroupLimits, Limits
 from allspan.worker.scheduler.page_manager import PageManager, PrefixHit, PrefixSettings
@@ -30,8 +36,8 @@ class Leader:
         self.memory = PageManager(self.limits, PrefixSettings())
         self.drafts = RankDrafts()
         facts = DrafterFacts(limits.get("max_model_len", 4096), {at: s * (share or 0) for at, s in STEADY.items()})
-        self.asking = Asking(self.drafts, 8, 1024, facts, StepCosts(STEADY, 1024) if share else None)
-        self.asking._num_trials = limits.get("trials", FIRST_TRIALS)
+        self.planner = DraftRunPlanner(self.drafts, 8, 1024, facts, StepCosts(STEADY, 1024) if share else None)
+        self.planner._num_trials = limits.get("trials", FIRST_TRIALS)
         self.one = request(1, range(prompt), max_tokens=max_tokens)
         self.one.row, self.one.max_tokens = 0, max_tokens
         (hit,) = self.memory.match(self.one) or ()
@@ -50,7 +56,7 @@ class Leader:
         def chances(request: Request, most: int) -> Sequence[float]:
             return [chance] * most
 
-        self.asking.fill(step, self.memory, [self.one], lambda request: True, chances)
+        self.planner.fill(step, self.memory, [self.one], lambda request: True, chances)
         self.one.num_in_flight = self.one.num_unknown = 0
         return step.draft_runs[0] if step.draft_runs else None
 
@@ -66,7 +72,7 @@ class Leader:
         """A request ends that has got so many tokens."""
         other = request(2, [1])
         other.output_token_ids = [5] * count
-        self.asking.ended(other)
+        self.planner.ended(other)
 
 
 def test_likely_drafts_of_a_cheap_drafter_are_asked_for_in_numbers() -> None:
@@ -157,7 +163,7 @@ def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_tim
         if run:
             plan = StepPlan(1, 1, 0, draft_runs=(run,))
             made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
-            leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=0.3))
+            leader.planner.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=0.3))
         leader.go_on(leader.one.num_tokens + 1 if run else -1)
     trials = [run for run in asked if run]
     assert 2 <= len(trials) <= 0.01 * 600 / 0.3
@@ -184,7 +190,7 @@ def test_a_drafter_whose_timing_was_misled_is_found_out() -> None:
             made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
             seconds = 0.05 * (1 + run.num_drafts)
             plan = StepPlan(1, 1, 0, draft_runs=(run,))
-            leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=seconds))
+            leader.planner.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=seconds))
             leader.go_on(made.num_tokens)
     assert counts[0] == TRIAL_DRAFTS
     assert min(counts[1:]) > TRIAL_DRAFTS
@@ -196,7 +202,7 @@ def test_its_time_is_learnt() -> None:
     assert run
     made = Drafted(leader.one.num_tokens + 1, (5,) * run.num_drafts)
     plan = StepPlan(1, 1, 0, draft_runs=(run,))
-    leader.asking.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=20.0))
+    leader.planner.learn(plan, StepResult(1, {}, drafted={0: made}, draft_s=20.0))
     leader.go_on(made.num_tokens)
     assert not leader.ask(0.9)
 
@@ -206,7 +212,7 @@ def test_runs_that_take_nothing_in_say_nothing_of_its_time() -> None:
     run = leader.ask(0.9)
     assert run
     plan = StepPlan(1, 1, 0, draft_runs=(run,))
-    leader.asking.learn(plan, StepResult(1, {}, drafted={0: Drafted(run.first)}, draft_s=1e-5))
+    leader.planner.learn(plan, StepResult(1, {}, drafted={0: Drafted(run.first)}, draft_s=1e-5))
     assert leader.ask(0.9) == run
 
 

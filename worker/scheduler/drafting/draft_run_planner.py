@@ -1,4 +1,4 @@
-"""Asking: what a drafter in the ranks is to draft behind a step.
+"""DraftRunPlanner: plans the runs of a drafter in the ranks, which follow a step.
 
 It is asked for as many drafts as make tokens a second most, its own time counted, and for none where it does not pay:
 then it falls behind, and takes in what it lacks when it is asked again.
@@ -44,7 +44,7 @@ class DrafterFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Candidate:
     """A request that may be drafted for."""
 
     request: Request
@@ -62,7 +62,7 @@ class _Wish:
         return self.total - self.request.num_drafted
 
 
-class Asking:
+class DraftRunPlanner:
     """Fills a step's draft runs, and learns what they take."""
 
     def __init__(
@@ -93,15 +93,15 @@ class Asking:
         chances: Chances,
     ) -> list[Grant]:
         """Asks for drafts behind the step, for requests that it decodes. Returns the pages that they take."""
-        wishes, count = self._wishes(step, verifies, chances), self._most
+        candidates, count = self._candidates(step, verifies, chances), self._most
         if self._costs:
-            wishes, count = self._worthwhile(wishes, len(step.sampled), step.budget)
+            candidates, count = self._worthwhile(candidates, len(step.sampled), step.budget)
         grants: list[Grant] = []
         budget = step.budget
-        for wish in wishes if count else ():
-            request, taken = wish.request, wish.behind if self._follows else min(wish.behind, budget)
-            drafts = min(count, wish.most) if taken == wish.behind else 0
-            places = wish.total + drafts - 1 if drafts else request.num_drafted + taken
+        for candidate in candidates if count else ():
+            request, taken = candidate.request, candidate.behind if self._follows else min(candidate.behind, budget)
+            drafts = min(count, candidate.most) if taken == candidate.behind else 0
+            places = candidate.total + drafts - 1 if drafts else request.num_drafted + taken
             pages = memory.extend_for_drafter(request, places, running) if taken else None
             if pages is not None:
                 grants += pages
@@ -128,7 +128,7 @@ class Asking:
         if count := len(request.output_token_ids):
             self._length += _FAST * (min(count, EXPECTED_LEFT) - self._length)
 
-    def _wishes(self, step: StepBuilder, verifies: Callable[[Request], bool], chances: Chances) -> list[_Wish]:
+    def _candidates(self, step: StepBuilder, verifies: Callable[[Request], bool], chances: Chances) -> list[_Candidate]:
         """The requests that the step decodes and that may be drafted for behind it."""
         found = []
         for request, run in zip(step.requests, step.runs, strict=True):
@@ -143,20 +143,20 @@ class Asking:
             has_ids = request.embeddings is None and request.positions is None
             if most > 0 and has_ids and verifies(request) and not self.drafts.refuses(request):
                 likely = chances(request, most) if self._costs else ()
-                found.append(_Wish(request, most, total, likely, min(left, self._length)))
+                found.append(_Candidate(request, most, total, likely, min(left, self._length)))
         return found
 
-    def _worthwhile(self, wishes: Sequence[_Wish], rows: int, budget: int) -> tuple[list[_Wish], int]:
+    def _worthwhile(self, candidates: Sequence[_Candidate], rows: int, budget: int) -> tuple[list[_Candidate], int]:
         """For which requests drafts are asked for in a step of so many `rows`, and how many for each. `budget`: tokens
         that the drafter may take in."""
         assert self._costs is not None
-        likely = [wish for wish in wishes if wish.chances[0] >= LEAST_CHANCE]
+        likely = [candidate for candidate in candidates if candidate.chances[0] >= LEAST_CHANCE]
         plain_s = self._costs.seconds(rows, False)
         if count := self._most_useful(likely, rows, plain_s):
             self._unasked_s = 0.0
             return likely, count
         self._unasked_s += plain_s
-        nearest = min(wishes, key=lambda wish: wish.behind, default=None)
+        nearest = min(candidates, key=lambda candidate: candidate.behind, default=None)
         if nearest and (self._num_trials < FIRST_TRIALS or self._trial_s(nearest) <= TRIAL_SHARE * self._unasked_s):
             self._num_trials += 1
             # A trial of several steps goes on with what is left of its time.
@@ -165,24 +165,27 @@ class Asking:
             return [nearest], TRIAL_DRAFTS
         return [], 0
 
-    def _most_useful(self, wishes: Sequence[_Wish], rows: int, plain_s: float) -> int:
+    def _most_useful(self, candidates: Sequence[_Candidate], rows: int, plain_s: float) -> int:
         """How many drafts a request make tokens a second most."""
         assert self._costs is not None
-        if not wishes:
+        if not candidates:
             return 0
-        behind, left = sum(wish.behind for wish in wishes), sum(wish.left for wish in wishes)
+        behind, left = (
+            sum(candidate.behind for candidate in candidates),
+            sum(candidate.left for candidate in candidates),
+        )
         best, count = GAIN * rows / plain_s, 0
-        kept, tokens, expected = [1.0] * len(wishes), rows, float(rows)
+        kept, tokens, expected = [1.0] * len(candidates), rows, float(rows)
         for depth in range(self._most):
-            for i, wish in enumerate(wishes):
-                if depth < min(len(wish.chances), wish.most):
-                    kept[i] *= wish.chances[depth]
+            for i, candidate in enumerate(candidates):
+                if depth < min(len(candidate.chances), candidate.most):
+                    kept[i] *= candidate.chances[depth]
                     expected += kept[i]
                     tokens += 1
             if tokens < rows + depth + 1:  # no request has so many
                 break
-            depths = [min(depth + 1, wish.most) for wish in wishes]
-            steady = len(wishes) + round(expected - rows)
+            depths = [min(depth + 1, candidate.most) for candidate in candidates]
+            steady = len(candidates) + round(expected - rows)
             seconds = self._costs.seconds(tokens, True) + self._seconds(steady, depths)
             if behind > 2 * steady:
                 late_s = self._seconds(behind, ()) - self._seconds(steady, ())
@@ -191,8 +194,8 @@ class Asking:
                 best, count = expected / seconds, depth + 1
         return count
 
-    def _trial_s(self, wish: _Wish) -> float:
-        return self._seconds(wish.behind, [TRIAL_DRAFTS])
+    def _trial_s(self, candidate: _Candidate) -> float:
+        return self._seconds(candidate.behind, [TRIAL_DRAFTS])
 
     def _seconds(self, taken: int, depths: Sequence[int]) -> float:
         """What it takes to take in so many tokens and to draft so many for each request."""
