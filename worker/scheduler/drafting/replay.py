@@ -15,8 +15,8 @@ MOST_ANSWERS = 1024
 
 
 class ReplayDrafter:
-    """Keeps the longest answer that each prompt got, whoever asked. Each draft is right by the chosen chance, whatever
-    the others are."""
+    """Keeps the longest answer that each prompt got, whoever asked and with whatever salt: for benchmarks alone. Each
+    draft is right by the chosen chance, whatever the others are."""
 
     def __init__(self, asked: Speculation) -> None:
         self._rate = asked.replay_rate
