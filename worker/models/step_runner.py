@@ -36,7 +36,7 @@ class StepRunner:
         self._inputs: StepInputs | None = None
         self._step: tuple[dict[str, Any], int, int, int] = {}, 0, 0, 0
         """What `_inputs` are to the program: by its names, tokens, rows of logits, tokens that the rank attends for."""
-        self._graphs: dict[tuple[int, int, bool, bool], Recording] = {}
+        self._graphs: dict[tuple[int, int, bool, bool, bool], Recording] = {}
         """The recorded steps, keyed by the place of their inputs."""
         self._is_profiling = False
 

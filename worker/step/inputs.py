@@ -146,9 +146,10 @@ class StepInputs:
         )
 
     @property
-    def place(self) -> tuple[int, int, bool, bool]:
+    def place(self) -> tuple[int, int, bool, bool, bool]:
         """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
-        return self.bucket, self.positions.shape[0], self.decode_rows is not None, self.shared is not None
+        has_decodes, has_shared = self.decode_rows is not None, self.shared is not None
+        return self.bucket, self.positions.shape[0], has_decodes, has_shared, self.continues
 
 
 class StepMetadata(Protocol):

@@ -71,10 +71,10 @@ class _Step:
 
     def attend_expanded(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan]) -> None:
         meta = self._meta
-        continues = meta.continues or (decodes is not None and decodes.rows is not None)
-        count = len(self._q) if continues else 0 if decodes is None else len(decodes.kv_lens)
+        merges = meta.continues or (decodes is not None and decodes.rows is not None)
+        count = len(self._q) if meta.continues else 0 if decodes is None else len(decodes.kv_lens)
         shape = self._out.shape[:2]
-        lse = self._out.new_full(shape, -torch.inf, dtype=torch.float32) if continues else None
+        lse = self._out.new_full(shape, -torch.inf, dtype=torch.float32) if merges else None
         expand.attend_new(self._q, self._weights, self._pages, tiled, meta.scores.scale, (self._out, lse))
         if count == 0:
             return
@@ -83,11 +83,12 @@ class _Step:
             self._attend_latents(decodes, None, None, Mode())
             self._values(count, self._out)
             return
-        # Of decodes, which have no new tokens there, all that they see is here.
-        other, other_lse = torch.empty_like(self._out), torch.full_like(lse, -torch.inf)
-        self._attend_latents(decodes, tiled, other_lse, Mode(is_before=True))
+        # Of decodes, which have no new tokens there, all that they see is here. They are the first rows.
+        out, lse = self._out[:count], lse[:count]
+        other, other_lse = torch.empty_like(out), torch.full_like(lse, -torch.inf)
+        self._attend_latents(decodes, tiled if meta.continues else None, other_lse, Mode(is_before=True))
         self._values(count, other)
-        expand.merge(self._out, lse, other, other_lse)
+        expand.merge(out, lse, other, other_lse)
 
     def _absorb(self, rows: int) -> None:
         q, out = self._q[:rows, :, : self._key].transpose(0, 1), self._queries[:rows].transpose(0, 1)

@@ -16,7 +16,7 @@ from allspan.kernels.cuda.jit.modules import Gpu
 from allspan.protos.api.errors import Unavailable
 from allspan.protos.api.options import RequestOptions
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
-from allspan.worker.backend.cuda.step_layout import chunk_buckets
+from allspan.worker.backend.cuda.step_layout import chunk_buckets, chunk_of
 from allspan.worker.engine.batch.batch_step import BatchStep
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.scheduler.plan import Operation, StepPlan
@@ -353,4 +353,12 @@ def test_steps_with_prompts_are_padded_to_the_next_chunk_or_not_at_all() -> None
 def test_chunks_are_as_many_tokens_as_a_step_may_have() -> None:
     assert chunk_buckets(40) == (16, 32, 40)
     assert chunk_buckets(64) == (16, 32, 64)
-    assert chunk_buckets(8192)[-2:] == (1920, 2048)
+    assert chunk_buckets(8192)[-8:] == (1920, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
+    assert chunk_buckets(65536)[-8:] == (10240, 18432, 26624, 34816, 43008, 51200, 59392, 65536)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(2000, 2048), (2049, 0), (2880, 3072), (2879, 0), (8192, 8192), (9000, 0)]
+)
+def test_large_steps_are_padded_by_a_sixteenth_at_most(tokens: int, chunk: int) -> None:
+    assert chunk_of(tokens, chunk_buckets(8192)) == chunk

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.backend.cuda.pinned_buffer import PinnedBuffer
 from allspan.worker.backend.cuda.shared_rows import SharedRows
-from allspan.worker.backend.cuda.step_layout import InputNames, StepLayout, aligned, decode_buckets, own_buckets
+from allspan.worker.backend.cuda.step_layout import (
+    SMALL_CHUNK,
+    InputNames,
+    StepLayout,
+    aligned,
+    chunk_of,
+    decode_buckets,
+    own_buckets,
+)
 from allspan.worker.backend.cuda.streams import Stream
 from allspan.worker.cache.budget import pages_of
 from allspan.worker.step.buffer_sizes import BatchSizes
@@ -31,7 +40,7 @@ class DeviceBuffers:
     Rows that decode must come first. Steps of nothing else are padded to a bucket, and lie where every step of that
     bucket lies: `paddings` gives the same inputs without any request, to capture a graph with. Padding rows have no
     tokens in the cache and the slot -1. Steps with prompts are padded likewise, if they are no larger than the largest
-    of `chunks`.
+    of `chunks` and leave little of a large one empty.
 
     A draft is a row of its own, behind the row of its request's last token and with that one's pages: decode attention
     takes one query a row, and a step with drafts is padded as any step of decodes.
@@ -52,9 +61,10 @@ class DeviceBuffers:
         rule: CascadeRule | None = None,
         stream: Stream | None = None,
         waiter: EventWaiter = DEFAULT_WAITER,
+        tells_continuing: bool = False,
     ) -> None:
         """`rule` None: what decodes share is not looked at. `stream`: where copies to the device are queued; None: they
-        are done at once."""
+        are done at once. `tells_continuing`: of large chunks, steps whose prompts all begin in them are apart."""
         self._sizes = sizes
         self._names = InputNames(sizes)
         self._plan_tiles = plan_tiles
@@ -68,7 +78,8 @@ class DeviceBuffers:
         """Tokens that steps with prompts are padded to. None at first: without a graph padding is a loss."""
         self._buffer = PinnedBuffer(self._capacity(), device, stream, waiter)
         self._padded: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
-        self._chunked: dict[tuple[int, int], tuple[StepLayout, StepInputs]] = {}
+        self._tells_continuing = tells_continuing
+        self._chunked: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -105,8 +116,10 @@ class DeviceBuffers:
         tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
         tiles[:, 0] += decodes
         values = values | {"tiles": tiles.reshape(-1)}
+        continues = bool((counts[decodes:] != values["kv_lens"][decodes:]).any())
         if chunk := self._chunk(tokens, max(requests, len(values["logits_rows"]))):
-            return self._fill_chunk(values, decodes, chunk)
+            own = self._own(values, chunk)
+            return self._fill_chunk(values, decodes, chunk, own, continues or self._are_alike(chunk))
         layout = StepLayout.of({name: len(value) for name, value in values.items()}, self._names.page_tables)
         array = self._buffer.next()
         for name, (first, last) in layout.spans.items():
@@ -114,7 +127,6 @@ class DeviceBuffers:
         self._buffer.send([(0, max(last for _, last in layout.spans.values()))])
         views = layout.views(self._buffer.device)
         views["tiles"] = views["tiles"].view(-1, tiles.shape[1])
-        continues = bool((counts[decodes:] != values["kv_lens"][decodes:]).any())
         return with_groups(views | {"num_decodes": decodes, "continues": continues}, self._names.num_groups)
 
     def advance(self, tokens: Ints) -> None:
@@ -132,8 +144,9 @@ class DeviceBuffers:
 
     def _paddings(self) -> Iterator[StepInputs]:
         for bucket in reversed(self.chunks):
-            for own in reversed(self.owns(bucket)):
-                yield self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket, own)
+            for own, continues in product(reversed(self.owns(bucket)), (True, False)):
+                if continues or not self._are_alike(bucket):
+                    yield self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket, own, continues)
         for bucket in reversed(self.buckets):
             for own in reversed(self.owns(bucket)):
                 yield self._fill_padded(self._names.nothing(), bucket, None, own)
@@ -142,8 +155,12 @@ class DeviceBuffers:
 
     def _chunk(self, tokens: int, rows: int) -> int:
         """The bucket for a step with prompts, of so many requests and rows of logits at most; 0: there is none."""
-        at = bisect_left(self.chunks, tokens)
-        return self.chunks[at] if at < len(self.chunks) and rows <= self._chunk_rows(self.chunks[at]) else 0
+        chunk = chunk_of(tokens, self.chunks)
+        return chunk if rows <= self._chunk_rows(chunk) else 0
+
+    def _are_alike(self, chunk: int) -> bool:
+        """Whether one graph serves steps of this chunk with prompts that go on and without."""
+        return chunk <= SMALL_CHUNK or not self._tells_continuing
 
     def _chunk_rows(self, tokens: int) -> int:
         """Requests of so many tokens of a chunk, and rows of logits, one each."""
@@ -154,17 +171,19 @@ class DeviceBuffers:
         sizes = self.owns(bucket)
         return sizes[bisect_left(sizes, len(values["positions"]))]
 
-    def _fill_chunk(self, values: dict[str, NDArray[Any]], decodes: int, bucket: int, own: int = 0) -> StepInputs:
-        """`own` 0: as many as it takes."""
-        layout, inputs = self._of_chunk(bucket, own or self._own(values, bucket))
+    def _fill_chunk(
+        self, values: dict[str, NDArray[Any]], decodes: int, bucket: int, own: int, continues: bool
+    ) -> StepInputs:
+        layout, inputs = self._of_chunk(bucket, own, continues)
         array = self._buffer.next()
         values = values | {"decode_rows": np.arange(decodes, dtype=np.int32)}
         self._write(array, layout, values, dict.fromkeys(("logits_rows", "decode_rows", "tiles"), -1))
         self._buffer.send(layout.used(values))
         return replace(inputs, num_rows=len(values["logits_rows"]))
 
-    def _of_chunk(self, bucket: int, own: int) -> tuple[StepLayout, StepInputs]:
-        if (bucket, own) not in self._chunked:
+    def _of_chunk(self, bucket: int, own: int, continues: bool) -> tuple[StepLayout, StepInputs]:
+        key = bucket, own, continues
+        if key not in self._chunked:
             rows = self._chunk_rows(own)
             lengths = dict.fromkeys(self._names.every, bucket) | dict.fromkeys(self._names.tokens, own)
             lengths |= dict.fromkeys(("kv_lens", "decode_rows"), rows)
@@ -173,8 +192,9 @@ class DeviceBuffers:
             layout = StepLayout.of(lengths | self._tables(), self._names.page_tables)
             views = layout.views(self._buffer.device)
             views["tiles"] = views["tiles"].view(-1, 2)
-            self._chunked[bucket, own] = layout, with_groups(views | {"bucket": bucket}, self._names.num_groups)
-        return self._chunked[bucket, own]
+            facts = {"bucket": bucket, "continues": continues}
+            self._chunked[key] = layout, with_groups(views | facts, self._names.num_groups)
+        return self._chunked[key]
 
     def _write(
         self, array: Ints, layout: StepLayout, values: Mapping[str, NDArray[Any]], paddings: Mapping[str, int]

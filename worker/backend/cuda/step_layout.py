@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ from allspan.worker.step.inputs import axis_names, group_name
 
 _ALIGNMENT = 4
 """int32s: kernels read 16 bytes at a time."""
-_MOST_CHUNK = 2048
-"""From about here on the GPU is longer at a step's kernels than the host at launching them one by one."""
+SMALL_CHUNK, _LARGE_STEP, _MOST_LARGE = 2048, 1024, 8
+"""Steps of more tokens than the first are captured at multiples of the second, or of what makes so many sizes."""
+_LEAST_FILLED = 15 / 16
+"""Of a large chunk: with fewer tokens the GPU is as long at padding as the host at launching kernels one by one."""
 
 
 def decode_buckets(max_rows: int) -> tuple[int, ...]:
@@ -29,9 +32,16 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
 def chunk_buckets(max_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens for which a step with prompts is captured: tiles of products are as high, so that rows which
     fill the last one up cost little."""
-    steps = (16, 32, 64, *range(128, _MOST_CHUNK, 128))
-    most = min(max_tokens, _MOST_CHUNK)
-    return (*(tokens for tokens in steps if tokens < most), most)
+    large = -(-max(_LARGE_STEP, max_tokens // _MOST_LARGE) // 128) * 128
+    steps = (16, 32, 64, *range(128, SMALL_CHUNK, 128), *range(SMALL_CHUNK, max_tokens, large))
+    return (*(tokens for tokens in steps if tokens < max_tokens), max_tokens)
+
+
+def chunk_of(tokens: int, chunks: Sequence[int]) -> int:
+    """Returns the one of `chunks` that a step of so many tokens is padded to; 0: none."""
+    at = bisect_left(chunks, tokens)
+    chunk = chunks[at] if at < len(chunks) else 0
+    return chunk if chunk <= SMALL_CHUNK or tokens >= _LEAST_FILLED * chunk else 0
 
 
 def own_buckets(bucket: int, ranks: int) -> tuple[int, ...]:

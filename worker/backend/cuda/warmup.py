@@ -35,7 +35,8 @@ def warm_up(
     launch_sampling: Callable[[], None] | None,
 ) -> int:
     """Compiles the kernels of steps of these sizes; returns the bytes that a step takes beside the buffers that are
-    there. `launch_sampling` samples a row once; None: the host samples.
+    there: what steps that are launched op by op allocate, and what captured ones keep. `launch_sampling` samples a row
+    once; None: the host samples.
 
     Steps of every size go through the model with kernels that are noted and not launched: what they compute is void,
     what they allocate is measured. Kernels that are not compiled yet are then compiled side by side. Every rank calls
@@ -49,6 +50,8 @@ def warm_up(
             model.bind_cache(*(KVCache(group.spec, 1, str(device)) for group in model.cache_groups))
             steps = _steps(buffers, sizes)
             taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
+            buffers.chunks = chunk_buckets(sizes.max_tokens)[-1:]
+            taken += _measure(device, lambda: model.forward(next(buffers.paddings())))
     noted = time.monotonic()
     wanted = list(kernels)
     if launch_sampling is not None:

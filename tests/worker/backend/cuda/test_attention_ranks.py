@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.latent import expand
 from allspan.kernels.table import op_set
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from allspan.worker.backend.cuda import step_inputs, step_layout
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.backend.cuda.step_layout import chunk_buckets
 from allspan.worker.cache.tiers import HostPages
@@ -64,8 +66,8 @@ class Again:
 class RecordedSteps:
     """See `allspan.worker.step.backend.DeviceSteps`."""
 
-    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[int]) -> None:
-        """`replays` gets the tokens of own requests that replayed steps are padded to."""
+    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[tuple[int, bool]]) -> None:
+        """`replays` gets the tokens that replayed steps are padded to, and whether prompts go on."""
         self._model, self._buffers, self._replays = model, buffers, replays
 
     def drain(self) -> None:
@@ -75,17 +77,17 @@ class RecordedSteps:
         pass
 
     def capture(self) -> None:
-        self._buffers.chunks = chunk_buckets(16)
+        self._buffers.chunks = chunk_buckets(self._buffers.max_tokens)
         for inputs in self._buffers.paddings():
-            note = partial(self._replays.add, len(inputs.positions))
+            note = partial(self._replays.add, (inputs.bucket, inputs.continues))
             self._model.capture(inputs, lambda forward, others, note=note: Again(forward, note))
 
 
 class RecordingBackend(EmulatedBackend):
-    """Steps with prompts of up to 16 tokens are recorded, and decodes."""
+    """Steps with prompts of up to 16 tokens are recorded, larger ones that are nearly full, and decodes."""
 
-    made: ClassVar[list[set[int]]] = []
-    """For each rank, the tokens of own requests that replayed steps were padded to."""
+    made: ClassVar[list[set[tuple[int, bool]]]] = []
+    """For each rank, the tokens that replayed steps were padded to, and whether prompts go on."""
 
     def steps(
         self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
@@ -170,8 +172,11 @@ def on_ranks(
 def test_ranks_with_rows_of_their_own_make_the_tokens_of_the_model(
     name: str, drafts: bool, tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, from cached pages, put out and let in again; and with drafts."""
+    """In chunks, from cached pages, put out and let in again; and with drafts. Latents of new tokens are expanded."""
     save, pages = MODELS[name]
+    monkeypatch.setattr(expand, "LEAST_ROWS", 2)
+    for module in (step_layout, step_inputs):
+        monkeypatch.setattr(module, "SMALL_CHUNK", 16)
     monkeypatch.setattr(modules, "driver", lambda: emulator)
     monkeypatch.setattr(RecordingBackend, "made", [])
     device = add_device(monkeypatch, "recording", RecordingBackend)
@@ -195,6 +200,9 @@ def test_ranks_with_rows_of_their_own_make_the_tokens_of_the_model(
     assert 0.3 * counters.draft_tokens <= counters.accepted_tokens
     assert (counters.accepted_tokens > 10) == drafts
     assert sum(map(len, RecordingBackend.made)) > len(RecordingBackend.made) > 0
+    large = {continues for made in RecordingBackend.made for bucket, continues in made if bucket > 16}
+    assert large
+    assert (False in large) == (name != "few heads, windows")
     for rank in loaded:
         for load in rank.model.expert_loads()[:-1]:  # the last layer has the rows of logits alone
             assert sum(load.tokens) == 2 * counters.step_tokens_sum, "padding is not counted"
