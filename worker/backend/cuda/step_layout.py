@@ -19,7 +19,7 @@ _ALIGNMENT = 4
 SMALL_CHUNK, _LARGE_STEP, _MOST_LARGE = 2048, 1024, 8
 """Steps of more tokens than the first are captured at multiples of the second, or of what makes so many sizes."""
 _LEAST_FILLED = 15 / 16
-"""Of a large chunk: with fewer tokens the GPU is as long at padding as the host at launching kernels one by one."""
+"""The share of a large chunk that a step fills at least: with less the GPU takes as long for padding as it may save."""
 
 
 def decode_buckets(max_rows: int) -> tuple[int, ...]:
