@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from allspan.kernels.cuda.jit.modules import Gpu, gpu
 from allspan.kernels.cuda.linear.call import ADD, LinearCall, is_float
 from allspan.kernels.cuda.linear.dequantise import matrix_of
+from allspan.kernels.cuda.linear.derived import derived
 from allspan.kernels.cuda.linear.epilogue import finish
 from allspan.kernels.cuda.linear.quantise_input import quantise_blocks, quantise_rows
 from allspan.kernels.packed_spec import PackedSpec
@@ -96,30 +95,8 @@ def e4m3_blocks(call: LinearCall) -> None:
 
 
 def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bias in `dtype`, as cuBLAS adds it.
-
-    It is made once for each content of a bias, in one place as long as the bias lives, so that a captured graph sees
-    what a later call outside made of a bias that was written to. While a graph is captured that has none yet, it is
-    made within the graph.
-    """
-    if bias.is_inference():  # nothing counts what is written to it
-        return bias.to(dtype)
-    held = _ROUNDED.setdefault(bias, {})
-    state = bias.data_ptr(), bias._version
-    made, rounded = held.get(dtype, (None, None))
-    if rounded is not None and made == state:
-        return rounded
-    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
-        return bias.to(dtype)
-    if rounded is None or rounded.shape != bias.shape or rounded.device != bias.device:
-        rounded = bias.to(dtype)
-    else:
-        rounded.copy_(bias)
-    held[dtype] = state, rounded
-    return rounded
-
-
-_ROUNDED: MutableMapping[Tensor, dict[torch.dtype, tuple[tuple[int, int], Tensor]]] = WeakTensorKeyDictionary()
+    """Returns the bias in `dtype`, as cuBLAS adds it."""
+    return derived(bias, dtype, lambda: bias.to(dtype))
 
 
 @cache

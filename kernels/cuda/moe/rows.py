@@ -11,6 +11,7 @@ from torch import Tensor
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED
 from allspan.kernels.cuda.linear.macros import BLOCKS_A_MULTIPROCESSOR
+from allspan.kernels.cuda.moe import split_linear
 from allspan.kernels.cuda.rows.arguments import FLOATS, check
 from allspan.kernels.ops import ACTIVATIONS, Routing
 from allspan.kernels.reference.linear import linear as reference_linear
@@ -20,12 +21,15 @@ LEAST_CAPABILITY = (7, 5)
 
 _THREADS, _ROWS_TOGETHER = 256, 8
 _MOST_EXACT_ROWS = 64
-"""Rows from which on a matrix product of cuBLAS in float32 takes less time."""
+"""Rows from which on a matrix product of cuBLAS takes less time."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """See `OpSet.linear`; weights in float32 meet x in 16 bits exactly. Without a kernel it is torch's own product."""
     n, inputs = x.shape
+    if n > _MOST_EXACT_ROWS and split_linear.takes(x, weight, out):
+        split_linear.linear(x, weight, bias, out)
+        return
     is_exact = weight.dtype == out.dtype == torch.float32 and x.dtype in HALVES and inputs % 4 == 0
     is_exact = is_exact and out.is_contiguous() and x.is_contiguous() and x.data_ptr() % 8 == 0
     if not is_exact or not 0 < n <= _MOST_EXACT_ROWS or weight.data_ptr() % 16:
