@@ -45,19 +45,32 @@ _GROUPS = {
 
 def find_model(model: str | Path) -> tuple[str, Path]:
     """A model's name and path: a path that exists, else the name of a model that was pulled. Raises ModelNotFound."""
-    path = Path(model).expanduser()
-    if str(model) and path.exists():
+    wanted, folder = str(model), models_dir()
+    try:
+        found = _find(wanted, folder)
+    except (OSError, RuntimeError, ValueError) as error:  # no file system takes such a name, or there is no such home
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFound(
+            f"model {wanted[:64]!r} ({len(wanted)} characters) cannot be looked for: {reason}"
+        ) from None
+    if found is None:
+        raise ModelNotFound(
+            f"model {wanted!r} is neither a file or folder nor a model in {folder}; `allspan pull {wanted}` fetches one"
+        )
+    return found
+
+
+def _find(wanted: str, folder: Path) -> tuple[str, Path] | None:
+    path = Path(wanted).expanduser()
+    if wanted and path.exists():
         path = path.resolve()
         return (path.name if path.is_dir() else path.stem), path
-    folder, wanted = models_dir(), str(model)
     for file in sorted(folder.glob("*.gguf")):
         if file.stem.lower() == wanted.lower():
             return file.stem, file
     if wanted and not path.is_absolute() and ".." not in path.parts and (folder / wanted / "config.json").is_file():
         return wanted, folder / wanted
-    raise ModelNotFound(
-        f"model {wanted!r} is neither a file or folder nor a model in {folder}; `allspan pull {wanted}` fetches one"
-    )
+    return None
 
 
 def worker_config(model: str | Path, settings: Mapping[str, Any]) -> WorkerConfig:

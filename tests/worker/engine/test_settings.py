@@ -45,6 +45,13 @@ def test_a_model_that_is_nowhere_is_refused_with_the_way_out(home, name):
         find_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-here/model"])
+def test_a_name_that_no_file_can_have_is_refused_in_few_words(home, name):
+    with pytest.raises(ModelNotFound, match=f"{name[:64]}.*{len(name)} characters") as refused:
+        find_model(name)
+    assert len(str(refused.value)) < 200
+
+
 def test_settings_reach_their_group(tmp_path, home):
     config = worker_config(
         folder(tmp_path / "tiny"), {"dtype": "bfloat16", "page_size": 64, "max_num_seqs": 3, "threads": 2}
