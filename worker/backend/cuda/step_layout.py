@@ -16,8 +16,9 @@ from allspan.worker.step.inputs import axis_names, group_name
 
 _ALIGNMENT = 4
 """int32s: kernels read 16 bytes at a time."""
-SMALL_CHUNK, _LARGE_STEP, _MOST_LARGE = 2048, 1024, 8
-"""Steps of more tokens than the first are captured at multiples of the second, or of what makes so many sizes."""
+SMALL_CHUNK, _LARGE_STEP, _MOST_CHUNK = 2048, 1024, 8192
+"""Steps of more tokens than the first are captured at multiples of the second, up to the third: the GPU takes longer
+for those than the host for launching them."""
 _LEAST_FILLED = 15 / 16
 """The share of a large chunk that a step fills at least: with less the GPU takes as long for padding as it may save."""
 
@@ -32,9 +33,9 @@ def decode_buckets(max_rows: int) -> tuple[int, ...]:
 def chunk_buckets(max_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens for which a step with prompts is captured: tiles of products are as high, so that rows which
     fill the last one up cost little."""
-    large = -(-max(_LARGE_STEP, max_tokens // _MOST_LARGE) // 128) * 128
-    steps = (16, 32, 64, *range(128, SMALL_CHUNK, 128), *range(SMALL_CHUNK, max_tokens, large))
-    return (*(tokens for tokens in steps if tokens < max_tokens), max_tokens)
+    steps = (16, 32, 64, *range(128, SMALL_CHUNK, 128), *range(SMALL_CHUNK, _MOST_CHUNK, _LARGE_STEP))
+    most = min(max_tokens, _MOST_CHUNK)
+    return (*(tokens for tokens in steps if tokens < most), most)
 
 
 def chunk_of(tokens: int, chunks: Sequence[int]) -> int:
