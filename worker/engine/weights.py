@@ -149,7 +149,8 @@ class Weights:
                 f"{config.path}: another model lies here now ({difference}); restart to serve it, or put weights of "
                 "the same shapes back"
             )
-        return loader.open_weights(prepared.source, self._model.holding, config)
+        spelled = replace(self._model.holding, weights=prepared.holding.weights)  # which names the tensors may change
+        return loader.open_weights(prepared.source, spelled, config)
 
     def _agree(self, failure: str) -> None:
         """Exchanges how it went on every rank; raises the first failure on all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError
+from allspan.protos.api.sampling import SamplingParams
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.cache import kv as kv_cache
 from allspan.worker.cache.kv import KVCache
 from allspan.worker.engine import weights as weights_of_ranks
+from allspan.worker.engine.engine import Engine
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import load_model
 from allspan.worker.models.holding import Holding
@@ -25,6 +30,7 @@ from allspan.worker.models.layout import layout
 from allspan.worker.models.model import Model
 from allspan.worker.process.release_memory import empty, give_back, resident_bytes, take_again
 from allspan.worker.weights.tensor_folder import TensorFolder
+from support.family_rows import FAMILIES, save_family
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf
 from support.tiny_models import save_tiny
@@ -243,3 +249,33 @@ def test_memory_that_is_given_back_is_gone_until_it_is_written() -> None:
     assert float(tensor[4096:-4096].abs().sum()) == 0.0
     tensor.fill_(2.0)
     assert float(half.sum()) == 2.0 * half.numel()
+
+
+def test_a_folder_may_spell_its_experts_otherwise_when_it_is_read_again(tmp_path: Path) -> None:
+    save_family(tmp_path, FAMILIES["qwen3_moe"])
+    file = tmp_path / "model.safetensors"
+    asked = {"prompts": [[1, 2, 3]], "sampling_params": SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)}
+    with Engine(tmp_path, dtype="float32", kv_cache_bytes=1 << 22, max_model_len=64) as engine:
+        engine.start_model()
+        before = engine.generate(**asked)
+        engine.stop_model()
+        engine.unload_weights()
+        save_file(stacked(load_file(file)), file, {"format": "pt"})
+        engine.reload_weights()
+        engine.start_model()
+        assert engine.generate(**asked)[0].token_ids == before[0].token_ids
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of each expert as those of all experts of a layer."""
+    found, experts = dict[str, Tensor](), dict[str, dict[int, dict[str, Tensor]]]()
+    for name, tensor in tensors.items():
+        if own := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            experts.setdefault(own[1], {}).setdefault(int(own[2]), {})[own[3]] = tensor
+        else:
+            found[name] = tensor
+    for start, own in experts.items():
+        all_of = [own[number] for number in sorted(own)]
+        found[f"{start}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in all_of])
+        found[f"{start}.down_proj"] = torch.stack([each["down"] for each in all_of])
+    return found
