@@ -96,6 +96,6 @@ class RankDrafter(Protocol):
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         """Carries out the runs of a step whose tokens are known, each of another row; what has come of them by row."""
 
-    def trial(self, count: int) -> StepInputs:
-        """The inputs of a step with `count` tokens of one request in its first pages. For the time before the first
-        plan."""
+    def trial(self, count: int, start: int) -> StepInputs:
+        """The inputs of a step with `count` tokens of one request behind `start` others, in the first pages. For the
+        time before the first plan."""

@@ -55,6 +55,22 @@ def test_a_model_of_a_shorter_context_is_timed_within_it() -> None:
     assert list(core.time_steps(model, LocalCollectives())) == [each for each in SIZES if each <= 8]
 
 
+@pytest.mark.parametrize(("seconds", "tokens"), [(10.0, 16), (-1.0, 8)])
+def test_steps_are_timed_behind_as_many_tokens_as_there_is_time_for(
+    seconds: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed, "CONTEXT", 16)
+    monkeypatch.setattr(timed, "CONTEXT_SECONDS", seconds)
+    core, model = fake_core(max_num_batched_tokens=8)
+    lengths: list[int] = []
+    forward = model.forward
+    model.forward = lambda inputs: (lengths.append(int(inputs.kv_lens[0])), forward(inputs))[1]  # type: ignore[assignment,func-returns-value,method-assign]
+    core.time_steps(model, LocalCollectives())
+    taken_in = tokens // 8
+    assert lengths[:taken_in] == [8, 16][:taken_in]
+    assert {length - tokens for length in lengths[taken_in:]} == {each for each in SIZES if each <= 8}
+
+
 def test_slow_steps_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed, "MOST_SECONDS", 0.0)
     found, _ = times(2)

@@ -99,14 +99,15 @@ class Batch:
             return BatchStep(plan.step, None, LogitsRows(nothing, nothing), self._rows.leaves.count)
         return self._begin(plan, newest)
 
-    def trial(self, count: int) -> StepInputs:
-        """The inputs of a step with `count` tokens of one request, all with logits. For the time before the first
-        plan: its pages are the first ones, and the rows are left as they were."""
+    def trial(self, count: int, start: int) -> StepInputs:
+        """The inputs of a step with `count` tokens of one request behind `start` others, all with logits. For the time
+        before the first plan: its pages are the first ones, and the rows are left as they were."""
         state, row = self._rows, np.zeros(1, dtype=np.int64)
-        state.enter(0, b"", np.zeros(1, dtype=np.int32), 0)
+        state.enter(0, b"", np.zeros(start + 1, dtype=np.int32), start)
         state.draft(0, [0] * (count - 1))
         for group, lifetime in enumerate(self._lifetimes):
-            state.grant(Grant(0, tuple(range(1 if lifetime.is_state else -(-count // self._page_size))), group))
+            pages = 1 if lifetime.is_state else -(-(start + count) // self._page_size)
+            state.grant(Grant(0, tuple(range(pages)), group))
         counts = np.full(1, count, dtype=np.int64)
         values, _ = self._values(0, row, counts)
         inputs = self._fill(row, counts, values)

@@ -103,11 +103,10 @@ class DraftHead:
                 tokens = self._run(self._chained(rows, numbers, positions, tokens, states), numbers, positions)
         return {run.row: Drafted(int(rows.num_tokens[run.row]), tuple(made.get(run.row, ()))) for run in runs}
 
-    def trial(self, count: int) -> StepInputs:
-        zeros = np.zeros(1, dtype=np.int64)
-        tables = [np.arange(-(-count // self._place.page_size), dtype=np.int32)[None]]
-        counts = np.full(1, count, dtype=np.int64)
-        values = paged_values(tables, self.lifetimes, self._place.page_size, zeros, counts, zeros)
+    def trial(self, count: int, start: int) -> StepInputs:
+        row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
+        tables = [np.arange(-(-(start + count) // self._place.page_size), dtype=np.int32)[None]]
+        values = paged_values(tables, self.lifetimes, self._place.page_size, row, counts, starts)
         values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
         return replace(self._buffers.fill(values), features=torch.zeros(count, self._place.num_features))
 

@@ -94,10 +94,10 @@ class DraftModel:
             self._ahead[row] = _Ahead(rows.leaves.count, found[row].num_tokens, drafts[:-1])
         return {row: Drafted(each.num_tokens, tuple(made.get(row, ()))) for row, each in found.items()}
 
-    def trial(self, count: int) -> StepInputs:
-        starts, counts = np.zeros(1, dtype=np.int64), np.full(1, count, dtype=np.int64)
-        tables = [np.arange(-(-count // self._page_size), dtype=np.int32)[None]] * len(self.lifetimes)
-        values = paged_values(tables, self.lifetimes, self._page_size, starts, counts, starts)
+    def trial(self, count: int, start: int) -> StepInputs:
+        row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
+        tables = [np.arange(-(-(start + count) // self._page_size), dtype=np.int32)[None]] * len(self.lifetimes)
+        values = paged_values(tables, self.lifetimes, self._page_size, row, counts, starts)
         values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
         return self._buffers.fill(values)
 
