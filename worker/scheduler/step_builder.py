@@ -39,6 +39,11 @@ class StepBuilder:
     def is_full(self) -> bool:
         return self.budget <= 0 or self.logits <= 0 or self.must_wait
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all runs."""
+        return self._most_tokens - self.budget
+
     def decode(self, request: Request, run: Run) -> None:
         """One token of a request, of which it is the last."""
         self._add(request, run, samples=True)

@@ -62,6 +62,11 @@ class StepCosts:
         else:  # so that drafts are tried again some time
             self._drafts = {size: FADING * more for size, more in self._drafts.items()}
 
+    def saved(self, tokens: int, drafts: int, kept: int) -> float:
+        """The seconds that drafts have saved in a step that has so many tokens without them, if so many were kept."""
+        plain_s = self.seconds(tokens, False)
+        return kept / tokens * plain_s - (self.seconds(tokens + drafts, True) - plain_s) if drafts else 0.0
+
     @property
     def is_trial_due(self) -> bool:
         """Whether drafts that seem too dear should be run soon, to see what they take now."""

@@ -68,15 +68,20 @@ class Drafting:
         tokens are not known."""
         if step.is_ahead:
             return []
-        self._began_at = self._clock()
-        self._skips = self._costs is not None and self._backoff.may_skip(step, self._costs)
+        self._skips = not any(map(self._may_draft, step.requests)) or (
+            self._costs is not None and self._backoff.may_skip(step)
+        )
         if self._skips:
             return []
+        self._began_at = self._clock()
         self._proposed.clear()
         grants = self._add_drafts(step, memory, running)
         if self._run_planner and memory.can_retract:
             grants += self._run_planner.fill(step, memory, running, self._may_draft, self._chances)
-        self._backoff.record(self._clock() - self._began_at, not (step.drafts or step.draft_runs))
+        if self._costs:
+            self._backoff.record(self._clock() - self._began_at, self._costs.seconds(len(step.runs), False))
+        if step.draft_runs:
+            self._backoff.reset()
         return grants
 
     def _add_drafts(
@@ -158,8 +163,11 @@ class Drafting:
                 self._acceptance.learn(request, proposed, made)
         self._proposed.clear()
         count = sum(run.num_tokens for run in plan.runs)
-        if self._costs and count == len(plan.runs) + sum(map(len, drafted.values())):
+        num_drafts = sum(map(len, drafted.values()))
+        if self._costs and count == len(plan.runs) + num_drafts:
             self._costs.learn(count, bool(drafted), self._learnt_at - began - result.draft_s)
+            num_kept = sum(len(tokens[row]) - 1 for row in drafted if tokens.get(row))
+            self._backoff.learn(self._costs.saved(len(plan.runs), num_drafts, num_kept))
         if self._run_planner:
             self._run_planner.learn(plan, result)
 
