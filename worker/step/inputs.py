@@ -175,7 +175,7 @@ class InputBuffers(Protocol):
     ) -> StepInputs:
         """All of `StepInputs`' tensors by name; "adapters" only where a token has one. `common`, in a step of decodes:
         see `SharedPages.of`. `num_requests` of the step, those of other attention ranks among them; None: there are no
-        others."""
+        others. Where the buffers are shared, steps of equal lengths may get the same object."""
 
     def advance(self, tokens: Ints) -> None:
         """The same rows again, each with the next token, in the page that it is in; only where `is_shared`."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from allspan.protos.api.errors import InternalError
+from allspan.worker.backend.cpu import step_inputs
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
 from allspan.worker.cache.page_pool import Copy
 from allspan.worker.engine.batch.batch import Batch
@@ -19,6 +20,8 @@ from allspan.worker.step.buffer_sizes import BatchSizes
 from support.cores import request
 
 SIZES = BatchSizes(max_rows=4, max_tokens=16, max_model_len=32, page_size=4, max_logits_rows=64)
+
+TABLES = {name: np.arange(2) for name in ("qo_indptr", "page_indptr", "page_indices", "logits_rows")}
 
 
 @pytest.fixture
@@ -77,6 +80,58 @@ def test_a_chunk_and_a_whole_prompt_in_one_step(batch, inbox):
     assert inputs["slots"] == [38, 13]
     assert inputs["page_indices"] == [9, 7, 3]
     assert inputs["logits_rows"] == [0, 1]
+
+
+def test_a_step_of_one_request_has_the_inputs_that_it_has_among_others(inbox):
+    """A prompt in chunks, then decodes with drafts of which some are kept, over pages that do not follow each other."""
+
+    def of_one(other: bool) -> list[dict[str, list[int]]]:
+        """What the first request's steps read, alone or behind a request with one token in the same steps."""
+        batch, inbox = Batch(SIZES, Sampler(4, (97,), LocalCollectives()), StepBuffers(SIZES)), Inbox(10)
+        joins = (joined(inbox, 1, [10, 11, 12, 13, 14, 15], 2), *([joined(inbox, 2, [20] * 9, 0)] if other else []))
+        grants = (Grant(2, (7, 3, 5, 9)), *([Grant(0, (1, 2, 0))] if other else []))
+        more = (Run(0, 1),) if other else ()
+        found, tokens_hash = [], 0
+        for step, (count, drafts, sampled) in enumerate(
+            [
+                (4, (), ()),
+                (2, (), (30,)),
+                (4, (31, 32, 40), (31, 32, 33, 34)),
+                (1, (), (35,)),
+                (3, (36, 8), (36, 37, 1)),
+            ]
+        ):
+            told = {"joins": joins, "grants": grants} if not step else {}
+            drafted = ((2, drafts),) if drafts else ()
+            plan = StepPlan(1, step + 1, tokens_hash, runs=(*more, Run(2, count)), drafts=drafted, **told)
+            made = batch.apply(plan, inbox)
+            found.append(lists(made) | {"at": made.logits.positions.tolist(), "rows": made.logits.rows.tolist()})
+            tokens_hash = batch.commit(made, tokens(*sampled) if sampled else None).tokens_hash
+        return found
+
+    for alone, among in zip(of_one(False), of_one(True), strict=True):
+        count, pages, first = len(alone["ids"]), len(alone["page_indices"]), among["qo_indptr"][-1] - len(alone["ids"])
+        for name in ("ids", "positions", "slots"):
+            assert alone[name] == among[name][first : first + count]
+        assert alone["page_indices"] == among["page_indices"][-pages:]
+        assert (alone["qo_indptr"], alone["page_indptr"]) == ([0, count], [0, pages])
+        assert alone["kv_lens"] == among["kv_lens"][-1:]
+        assert (alone["rows"], alone["at"]) == (among["rows"], among["at"])
+        assert alone["logits_rows"] == [row - first for row in among["logits_rows"]]
+
+
+def test_inputs_of_equal_lengths_are_the_same_tensors_with_other_numbers():
+    buffers = StepBuffers(SIZES)
+
+    def fill(*given: int):
+        return buffers.fill({name: np.array(given) for name in ("ids", "positions", "slots", "kv_lens")} | TABLES)
+
+    first, other = fill(1, 2), fill(1, 2, 3)
+    assert fill(4, 5) is first is not other
+    assert first.ids.tolist() == [4, 5]
+    for length in range(200):
+        fill(*range(length % 16))
+        assert len(buffers._kept) <= step_inputs._MOST_KEPT
 
 
 def test_a_prompt_keeps_its_rotary_table_to_the_end_and_across_a_preemption(inbox):

@@ -18,6 +18,8 @@ Ints = NDArray[np.int32]
 _HOST = torch.device("cpu")
 _CHANGING = ("ids", "positions", "slots", "kv_lens")
 """Other numbers at every step, also where nothing else changes; token ids first."""
+_MOST_KEPT = 32
+"""The step inputs that are kept to be given out again."""
 
 
 class StepBuffers:
@@ -55,14 +57,27 @@ class StepBuffers:
         self._tensors |= zip(changing, rows, strict=True)
         self._changing: Ints = rows.numpy()
         self._arrays: dict[str, Ints] = {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        self._kept: dict[tuple[object, ...], StepInputs] = {}
+        """What was given out, by the names and lengths of its tensors: a request alternates between few."""
 
     def fill(
         self, values: dict[str, NDArray[Any]], common: Ints | None = None, num_requests: int | None = None
     ) -> StepInputs:
         """See `allspan.worker.step.inputs.InputBuffers`."""
-        views: dict[str, Any] = {}
         for name, value in values.items():
             self._arrays[name][: len(value)] = value
+        if not self.is_shared:
+            return self._views(values)
+        shape = (*values, *map(len, values.values()))
+        if (kept := self._kept.get(shape)) is None:
+            if len(self._kept) == _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            kept = self._kept[shape] = self._views(values)
+        return kept
+
+    def _views(self, values: dict[str, NDArray[Any]]) -> StepInputs:
+        views: dict[str, Any] = {}
+        for name, value in values.items():
             view = self._tensors[name][: len(value)]
             views[name] = view if self.is_shared else view.to(self._device)
         return with_groups(views, self._num_groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.batch.inbox import Inbox
+from allspan.worker.engine.batch.lone_row import LoneRow
 from allspan.worker.engine.batch.owners import Owners
 from allspan.worker.engine.batch.paging import indptr_of, paged_values
 from allspan.worker.engine.batch.pooling import PooledStep, RowPool, pooled_step
@@ -45,15 +47,18 @@ class Batch:
         requests have none."""
         self._lifetimes = sizes.lifetimes
         self._adapters = adapters
-        self._axis_names = axis_names(sizes.num_positions)
         self._owners = Owners(sizes)
-        self._row_inputs = RowInputs(prompt_lengths=sizes.prompt_lengths, scorer=sizes.scorer)
+        self._row_inputs = RowInputs(
+            num_positions=sizes.num_positions, prompt_lengths=sizes.prompt_lengths, scorer=sizes.scorer
+        )
         self._page_size = sizes.page_size
         self._sampler = sampler
         self._tiers = tiers
         self.buffers = buffers
         self._rows = RowStates(sizes, (*sizes.lifetimes, *sizes.drafter_lifetimes))
         self._shared = SharedPages(self._rows.tables[0], sizes.page_size) if buffers.wants_common else None
+        is_simple = buffers.is_shared and not buffers.splits_drafts and LoneRow.serves(sizes)
+        self._lone = LoneRow(self._rows, sizes) if is_simple else None
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
         self._decodes: DecodeRun | None = None
@@ -166,6 +171,9 @@ class Batch:
         split = {row for row, _ in plan.drafts} if self.buffers.splits_drafts else ()
         for row, drafts in plan.drafts:
             self._sampler.begin_drafts(row, state.draft(row, drafts))
+        if self._lone and newest is None and not self._pools and self._lone.takes(plan):
+            step, self._decodes = self._lone.begin(plan, self.buffers)
+            return step
         if newest is not None:
             sampling = newest.logits.rows
             stayed = state.leaves.stayed(sampling, newest.num_leaves)
@@ -184,7 +192,7 @@ class Batch:
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
         inputs = self._fill(rows, counts, values, common)
         if state.embeddings:
-            inputs.embeddings = self._embeddings(rows, values)
+            inputs = replace(inputs, embeddings=self._embeddings(rows, values))
         step = BatchStep(plan.step, inputs, logits, state.leaves.count, num_unknown)
         step.drafted, step.pooled, step.rows = tuple(row for row, _ in plan.drafts), pooled, rows
         if state.hidden:
@@ -321,8 +329,8 @@ class Batch:
         tables = state.tables[: len(self._lifetimes)]
         given |= paged_values(tables, self._lifetimes, self._page_size, rows, counts, starts)
         token_rows, positions = np.repeat(rows, counts), given["positions"]
-        if self._axis_names:
-            given |= zip(self._axis_names, state.axes(token_rows, positions), strict=True)
+        if names := axis_names(self._row_inputs.num_positions):
+            given |= zip(names, state.axes(token_rows, positions), strict=True)
         if self._row_inputs.prompt_lengths:  # the rows of the rotary tables instead of the tokens' indices
             given["positions"] = positions + np.repeat(state.first_rotary_rows[rows], counts)
         return given
