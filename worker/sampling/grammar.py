@@ -49,7 +49,8 @@ class Matcher(Protocol):
         """How many of these tokens, from the first on, may come next. Consumes none."""
 
     def forced(self) -> list[int]:
-        """Tokens of the text that must come next, as the tokenizer spells it; often none."""
+        """Tokens of the text that must come next, as the tokenizer spells it; often none. What follows the text may be
+        one token with the last of them."""
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back. Raises MatcherFailed."""

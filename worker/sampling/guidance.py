@@ -116,8 +116,7 @@ class GuidanceMatcher:
 
     def forced(self) -> list[int]:
         text = self._matcher.compute_ff_bytes()
-        # What follows may be one token with the end of the text.
-        return self._encode(text.decode("utf-8", "ignore"))[:-1] if len(text) > 1 else []
+        return self._encode(text.decode("utf-8", "ignore")) if text else []
 
     def rollback(self, count: int) -> None:
         if not self._matcher.rollback(count):

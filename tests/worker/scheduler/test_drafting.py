@@ -12,25 +12,20 @@ import pytest
 from allspan.protos.api.grammar import Grammar
 from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import REPLAY, Speculation
+from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.sampling.guidance import GuidanceCompiler
-from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
-from allspan.worker.scheduler.drafting.backoff import SKIP_AFTER
 from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.replay import ReplayDrafter
+from allspan.worker.scheduler.drafting.successor import SuccessorDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
-from allspan.worker.scheduler.limits import Limits
-from allspan.worker.scheduler.lookahead import Flight
-from allspan.worker.scheduler.page_manager import PageManager
-from allspan.worker.scheduler.plan import Run, StepPlan, StepResult
 from allspan.worker.scheduler.request import Request
-from allspan.worker.scheduler.step_builder import StepBuilder
 from support.byte_tokenizer import byte_tokenizer
 from support.cores import request
 from support.drafters import Guesses
@@ -138,12 +133,71 @@ def test_a_grammar_forces_the_text_that_it_leaves_no_choice_about() -> None:
     one = request(1, [5], grammar=Grammar("json_schema", json.dumps(schema)))
     one.grammar = GuidanceCompiler(byte_tokenizer(), 256).compile(one.params.grammar)  # type: ignore[arg-type]
     drafter = ForcedTokens()
-    assert not drafter.propose(one, (), 9)
+    assert bytes(ids(drafter.propose(one, (), 9))) == b"{"
     one.output_token_ids += b'{"n'
-    assert bytes(ids(drafter.propose(one, (), 9))) == b"ame"
+    found = drafter.propose(one, (), 9)
+    assert bytes(ids(found)) == b'ame"'
+    assert drafter.chance(found[-1].kind) < drafter.chance(found[0].kind)  # it may be one token with what follows
+    assert bytes(ids(drafter.propose(one, b"am", 9))) == b'e"'
     assert drafter.accepted(one, list(b'ame": 7x}')) == 8 - 1
     one.output_token_ids += b"x"  # not of the language: the request's own matcher will say so
     assert not drafter.propose(one, (), 9)
+
+
+def test_what_followed_a_token_in_structured_text_is_proposed_again() -> None:
+    drafter = SuccessorDrafter()
+    one, plain = request(1, [5], grammar=Grammar("regex", ".*")), request(2, [5])
+    one.grammar = create_autospec(CompiledGrammar)
+
+    def after(token: int) -> list[Draft]:
+        return list(drafter.propose(one, (token,), 9))
+
+    one.output_token_ids += [1, 2, 3, 1, 2, 4, 1]
+    plain.output_token_ids += [1, 2, 1]
+    (seen_twice,), (other_than_before,) = after(1), after(2)
+    assert (seen_twice.token, other_than_before.token) == (2, 4)
+    assert drafter.propose(one, (), 9) == (seen_twice,)
+    assert drafter.chance(seen_twice.kind) > drafter.chance(after(3)[0].kind) > drafter.chance(other_than_before.kind)
+    one.output_token_ids += [7, 7, 7, 7, 7, 7, 7, 7, 7]
+    assert drafter.chance(after(7)[0].kind) > drafter.chance(seen_twice.kind)
+    assert not after(9)
+    assert not drafter.propose(plain, (), 9)
+    drafter.forget(one)
+    assert drafter.propose(one, (), 9)[0].token == 7
+
+
+def test_what_a_grammar_forces_is_drafted_behind_what_it_does_not() -> None:
+    person = {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}
+    schema = {"type": "array", "items": person | {"additionalProperties": False}}
+    one = request(1, [5], grammar=Grammar("json_schema", json.dumps(schema)))
+    one.grammar = GuidanceCompiler(byte_tokenizer(), 256).compile(one.params.grammar)  # type: ignore[arg-type]
+    one.output_token_ids += b'[{"name":1},{"name":2},{"name":3},{"name":4},{"name":5}'
+    drafting = Drafting(Speculation(), [ForcedTokens(), SuccessorDrafter()], 256)
+    drafts = bytes(each.draft.token for each in drafting._propose(one, 20))
+    assert drafts.startswith(b',{"name":')
+    assert len(drafting._propose(one, 3)) == 3
+
+
+def test_the_likelier_of_two_drafters_is_believed() -> None:
+    class Sure(Guesses):
+        def guess(self, request: Request, most: int) -> Sequence[int]:
+            return [7, 8]
+
+        def chance(self, kind: int) -> float:
+            return 0.9
+
+    class Unsure(Sure):
+        def guess(self, request: Request, most: int) -> Sequence[int]:
+            return [9]
+
+        def chance(self, kind: int) -> float:
+            return 0.6
+
+    for drafters in ([Sure(), Unsure()], [Unsure(), Sure()]):
+        assert [each.draft.token for each in Drafting(Speculation(), drafters, 256)._propose(request(1, [5]), 9)] == [
+            7,
+            8,
+        ]
 
 
 def test_an_answer_is_replayed_with_as_many_errors_as_were_asked_for() -> None:
@@ -270,39 +324,3 @@ def test_a_machine_that_slows_down_changes_no_choice() -> None:
     assert abs(useful(costs, 0.8, 31) - before) <= 3
     assert costs.seconds(1, False) == pytest.approx(4, rel=0.3)
     assert GAIN > 1
-
-
-@pytest.mark.parametrize(("look_s", "looks"), [(1e-3, 1.0), (12e-3, 1 / 3), (1.0, 1 / 4)])
-def test_drafts_are_looked_for_less_often_where_there_are_none(look_s: float, looks: float) -> None:
-    now, asked_at, limits = [0.0], list[int](), Limits(300, 999, 16, 99, 4, 16, 9)
-
-    class Slow(Guesses):
-        def guess(self, request: Request, most: int) -> Sequence[int]:
-            asked_at.append(request.num_tokens)
-            now[0] += look_s
-            return [1] if len(request.prompt_token_ids) > 3 else []
-
-    drafting = Drafting(Speculation(), [Slow()], 300, StepCosts({1: 1.0, 16: 1.1}, 16), lambda: now[0])
-    memory = create_autospec(PageManager, can_retract=True)
-    memory.extend_for_drafts.side_effect = lambda request, count, running: (count, [])
-
-    def step(*requests: Request) -> None:
-        built = StepBuilder(limits)
-        for row, each in enumerate(requests):
-            each.num_unknown, each.max_tokens = 0, 900
-            built.decode(each, Run(row, 1))
-        drafting.fill(built, memory, requests)
-        for each in requests:
-            each.output_token_ids.append(2)
-        flight = Flight(StepPlan(0, 0, 0, runs=tuple(built.runs), drafts=tuple(built.drafts.items())), requests, True)
-        now[0] += 1.0
-        drafting.learn(flight, StepResult(0, dict.fromkeys(range(len(requests)), (2,))), SchedulerCounters())
-
-    one = request(1, [1, 2, 3])
-    for _ in range(500):
-        step(one)
-    assert asked_at[:SKIP_AFTER] == list(range(3, 3 + SKIP_AFTER))
-    assert len([at for at in asked_at if at >= 300]) == pytest.approx(looks * 203, rel=0.02)
-    asked_at.clear()
-    step(one, request(2, [1, 2, 3, 4]))  # another one may repeat itself
-    assert asked_at

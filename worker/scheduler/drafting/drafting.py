@@ -9,6 +9,7 @@ Whatever a drafter proposes, a request's tokens do not change. Drafts are run wh
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import time
 from collections import Counter
@@ -30,6 +31,9 @@ from allspan.worker.scheduler.page_manager import PageManager
 from allspan.worker.scheduler.plan import Grant, StepResult
 from allspan.worker.scheduler.request import Request, RequestStatus
 from allspan.worker.scheduler.step_builder import StepBuilder
+
+_LEAST_LIKELY = 0.2
+"""Nothing is looked for behind drafts that are kept less often, all of them."""
 
 
 class Drafting:
@@ -200,18 +204,36 @@ class Drafting:
         return self._acceptance.chances(request, (Proposed(Draft(0, kind_of(i)), number) for i in range(most)))
 
     def _propose(self, request: Request, most: int) -> list[Proposed]:
-        """What the drafters propose, one behind the other, up to an id that cannot be."""
-        found: list[Proposed] = []
+        """What the drafters propose, up to an id that cannot be. In a grammar they go on behind each other, as long as
+        that is likely enough: what it forces follows what it does not."""
+        found = self._possible(request, (), self._offer(request, (), most))
+        count = 0
+        while request.grammar is not None and count < len(found) < most:
+            if math.prod(self._acceptance.chances(request, found)) < _LEAST_LIKELY:
+                break
+            count, before = len(found), [each.draft.token for each in found]
+            found += self._possible(request, before, self._offer(request, before, most - count))
+        return found
+
+    def _offer(self, request: Request, before: Sequence[int], most: int) -> list[Proposed]:
+        """What one of the drafters proposes behind the tokens `before`: the one whose first draft is the likeliest."""
+        offers: list[list[Proposed]] = []
         for number, drafter in enumerate(self._drafters):
-            if most > len(found):
-                before = [each.draft.token for each in found]
-                found += [Proposed(draft, number) for draft in drafter.propose(request, before, most - len(found))]
-        del found[most:]
+            if drafts := drafter.propose(request, before, most)[:most]:
+                offers.append([Proposed(draft, number) for draft in drafts])
+        if len(offers) < 2:
+            return offers[0] if offers else []
+        return max(offers, key=lambda offer: self._acceptance.chances(request, offer[:1])[0])
+
+    def _possible(self, request: Request, before: Sequence[int], proposed: list[Proposed]) -> list[Proposed]:
+        """Returns those of the drafts behind `before`, from the first on, that the vocabulary has and the grammar lets
+        through."""
         size = self._vocab_size
-        bad = next((i for i, each in enumerate(found) if not 0 <= each.draft.token < size), len(found))
+        tokens = [each.draft.token for each in proposed]
+        bad = next((i for i, token in enumerate(tokens) if not 0 <= token < size), len(tokens))
         if self._grammars and request.grammar is not None and bad:
-            bad = self._grammars.accepted(request, [each.draft.token for each in found[:bad]])
-        return found[:bad]
+            bad = self._grammars.accepted(request, [*before, *tokens[:bad]]) - len(before)
+        return proposed[: max(bad, 0)]
 
     def _gains(self, request: Request, proposed: Sequence[Proposed]) -> list[float]:
         """How likely it is that each of these drafts is kept, with all before it: the tokens that it should add.

@@ -14,6 +14,10 @@ T = TypeVar("T")
 
 FIRST_ALLOWANCE_S, TOKEN_ALLOWANCE_S = 0.02, 0.0005
 """The seconds that a request's grammar may take here in all, and for each of its tokens; common ones take a tenth."""
+_WITHIN, _LAST, _ALONE = range(3)
+"""The kinds of drafts: others of the text follow; it is the last one, which may be one token with what follows; and it
+is also the first one."""
+_CHANCES = (0.9, 0.7, 0.5)
 
 
 class ForcedTokens:
@@ -24,14 +28,15 @@ class ForcedTokens:
         self._readers: dict[bytes, _Reader] = {}
 
     def propose(self, request: Request, before: Sequence[int], most: int) -> Sequence[Draft]:
-        if request.grammar is None or before:
+        if request.grammar is None:
             return ()
         reader = self._readers.get(request.request_id)
         if reader is None:
             reader = self._readers[request.request_id] = _Reader(request.grammar.matcher())
         nothing: list[int] = []
-        forced = reader.ask(request.output_token_ids, lambda read: read.forced(), nothing)
-        return [Draft(token) for token in forced[:most]]
+        forced = reader.ask(request.output_token_ids, lambda read: _forced_behind(read, list(before)), nothing)
+        kinds = *[_WITHIN] * (len(forced) - 1), _LAST if len(forced) > 1 else _ALONE
+        return list(map(Draft, forced, kinds))
 
     def accepted(self, request: Request, drafts: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the request's grammar lets through; none where it takes too long
@@ -42,10 +47,20 @@ class ForcedTokens:
         return reader.ask(request.output_token_ids, lambda read: read.accepts(asked), 0)
 
     def chance(self, kind: int) -> float:
-        return 0.9
+        return _CHANCES[kind]
 
     def forget(self, request: Request) -> None:
         self._readers.pop(request.request_id, None)
+
+
+def _forced_behind(matcher: Matcher, drafts: list[int]) -> list[int]:
+    """What the grammar forces behind drafts that it lets through."""
+    if not drafts:
+        return matcher.forced()
+    matcher.consume(drafts)
+    forced = matcher.forced()
+    matcher.rollback(len(drafts))
+    return forced
 
 
 class _Reader:

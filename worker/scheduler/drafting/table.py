@@ -11,15 +11,16 @@ from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.replay import ReplayDrafter
+from allspan.worker.scheduler.drafting.successor import SuccessorDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 
 DRAFTERS: dict[str, Callable[[Speculation], Sequence[Drafter]]] = {
     REPLAY: lambda asked: (ReplayDrafter(asked),),
-    **dict.fromkeys(("draft_model", "eagle3", "mtp"), lambda asked: (ForcedTokens(), RankDrafts())),
+    **dict.fromkeys(("draft_model", "eagle3", "mtp"), lambda asked: (ForcedTokens(), RankDrafts(), SuccessorDrafter())),
     "ngram": lambda asked: (NgramDrafter(asked),),
-    "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked)),
+    "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked), SuccessorDrafter()),
 }
-"""A method's drafters: each goes on where the one before has nothing more to propose."""
+"""A method's drafters. Where two propose different tokens, the likelier one counts; of equal ones the first."""
 
 
 def drafters_of(asked: Speculation) -> Sequence[Drafter]:
