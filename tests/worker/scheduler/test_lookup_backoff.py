@@ -62,7 +62,7 @@ def stepping(drafter: Asked, costs: StepCosts) -> Callable[..., None]:
     return step
 
 
-@pytest.mark.parametrize(("look_s", "looks"), [(1e-3, 1.0), (12e-3, 1 / 3), (1.0, 1 / 4)])
+@pytest.mark.parametrize(("look_s", "looks"), [(1e-3, 1.0), (12e-3, 1 / 3), (1.0, 1 / 8)])
 def test_drafts_are_looked_for_less_often_where_there_are_none(look_s: float, looks: float) -> None:
     drafter = Asked(look_s, lambda request: [1] if len(request.prompt_token_ids) > 3 else [])
     step = stepping(drafter, StepCosts({1: 1.0, 16: 1.1}, 16))

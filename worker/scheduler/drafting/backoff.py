@@ -6,7 +6,7 @@ import math
 
 from allspan.worker.scheduler.step_builder import StepBuilder
 
-SKIP_AFTER, LONGEST_INTERVAL, TIME_SHARE = 16, 4, 0.005
+SKIP_AFTER, LONGEST_INTERVAL, TIME_SHARE = 16, 8, 0.005
 """After so many steps in a row without a draft at first, or where drafts do not pay, the drafters are called in one
 step of so many at most, so that this takes such a share of a step. What they touch comes from memory each time: weights
 have passed through the caches."""
