@@ -18,8 +18,34 @@ from allspan.worker.load.draft_heads import PreparedDrafter, PreparedHead, load_
 from allspan.worker.load.loader import CheckpointWeights, load_model, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.parallel.base import Collectives
-from allspan.worker.step.backend import Backend
-from allspan.worker.step.buffer_sizes import ModelLimits, batch_sizes, most_logits_rows
+from allspan.worker.sampling.device import Sampling
+from allspan.worker.step.backend import Backend, DeviceSteps
+from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits, batch_sizes, most_logits_rows
+from allspan.worker.step.inputs import InputBuffers
+
+Await = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterParts:
+    """What a backend has made for the steps of a drafter."""
+
+    backend: Backend
+    sizes: BatchSizes
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, model: Model, config: WorkerConfig, backend: Backend, ops: OpSet, rank: int) -> DrafterParts:
+        """For a model that drafts in an engine of this configuration."""
+        lifetimes = tuple(group.lifetime for group in model.cache_groups)
+        width = model.vocab_widths[rank % len(model.vocab_widths)]
+        sampling = backend.sampling(config.scheduler.max_num_seqs, width, ops)
+        return cls(backend, batch_sizes(config, model.max_model_len, lifetimes), sampling)
+
+    def sampler(self, model: Model, collectives: Collectives, inputs: InputBuffers) -> DraftSampler:
+        """Draws from the model's logits."""
+        widths, ahead = model.vocab_widths, inputs.runs_ahead
+        return DraftSampler(self.sizes.max_rows, widths, collectives, self.sampling, ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +54,25 @@ class LoadedDrafter:
 
     config: ModelConfig
     model: Model
+    parts: DrafterParts
 
-    def open(
-        self, config: WorkerConfig, pages: Sequence[KVCache], backend: Backend, ops: OpSet, collectives: Collectives
-    ) -> DraftModel:
-        """Binds its cache, of one entry for each of its groups; returns what drafts with it in steps of an engine of
-        this configuration."""
-        model, most = self.model, config.scheduler
+    def warm_up(self) -> int:
+        """See `allspan.worker.step.backend.Backend.warm_up`."""
+        return self.parts.backend.warm_up(self.model, self.parts.sizes, self.parts.sampling)
+
+    def open(self, pages: Sequence[KVCache], collectives: Collectives) -> DraftModel:
+        """Binds its cache, of one entry for each of its groups; returns what drafts with it."""
+        model, sizes = self.model, self.parts.sizes
         model.bind_cache(*pages)
-        lifetimes = tuple(group.lifetime for group in model.cache_groups)
-        inputs = backend.step_inputs(batch_sizes(config, model.max_model_len, lifetimes), model)
-        width = model.vocab_widths[collectives.rank % len(model.vocab_widths)]
-        sampling = backend.sampling(most.max_num_seqs, width, ops)
-        return DraftModel(model, inputs, lifetimes, config.cache.page_size, most.max_num_seqs, collectives, sampling)
+        inputs = self.parts.backend.step_inputs(sizes, model)
+        sampler = self.parts.sampler(model, collectives, inputs)
+        return DraftModel(model, inputs, sizes.lifetimes, sizes.page_size, sampler)
 
-    def weights(self, config: WorkerConfig, collectives: Collectives, await_others: Callable[[], None]) -> Weights:
+    def weights(
+        self, config: WorkerConfig, collectives: Collectives, await_others: Await, steps: DeviceSteps | None
+    ) -> Weights:
         """Its weights as memory that can be given back; its pages are the engine's."""
-        return Weights(self.model, self.config, config.cache, collectives, (), await_others)
+        return Weights(self.model, self.config, config.cache, collectives, (), await_others, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +82,46 @@ class LoadedHead:
     prepared: PreparedHead
     model: Model
     target: Model
+    parts: DrafterParts
 
-    def open(
-        self, config: WorkerConfig, pages: Sequence[KVCache], backend: Backend, ops: OpSet, collectives: Collectives
-    ) -> DraftHead:
+    def warm_up(self) -> int:
+        """See `allspan.worker.step.backend.Backend.warm_up`."""
+        return self.parts.backend.warm_up(self.model, self.parts.sizes, self.parts.sampling)
+
+    def open(self, pages: Sequence[KVCache], collectives: Collectives) -> DraftHead:
         """See `LoadedDrafter.open`."""
-        model, most = self.model, config.scheduler
+        model, sizes, backend = self.model, self.parts.sizes, self.parts.backend
         model.bind_cache(*pages)
-        (group,) = model.cache_groups
-        inputs = backend.step_inputs(batch_sizes(config, model.max_model_len, (group.lifetime,)), model)
-        width = model.vocab_widths[collectives.rank % len(model.vocab_widths)]
-        sampling = backend.sampling(most.max_num_seqs, width, ops)
+        inputs = backend.step_inputs(sizes, model)
         place = HeadPlace(
             group=len(self.target.cache_groups),
-            page_size=config.cache.page_size,
-            lifetime=group.lifetime,
+            page_size=sizes.page_size,
+            lifetime=sizes.lifetimes[0],
             num_features=len(self.prepared.spec.features) * self.target.spec.hidden_size,
             target_ids=self.prepared.target_ids,
+            device=backend.capabilities.tensors,
         )
-        sampler = DraftSampler(most.max_num_seqs, model.vocab_widths, collectives, sampling)
-        return DraftHead(model, self.target, inputs, place, sampler)
+        return DraftHead(model, self.target, inputs, place, self.parts.sampler(model, collectives, inputs))
 
-    def weights(self, config: WorkerConfig, collectives: Collectives, await_others: Callable[[], None]) -> Weights:
+    def weights(
+        self, config: WorkerConfig, collectives: Collectives, await_others: Await, steps: DeviceSteps | None
+    ) -> Weights:
         """See `LoadedDrafter.weights`."""
-        return _HeadWeights(self, config, collectives, await_others)
+        return _HeadWeights(self, config, collectives, await_others, steps)
 
 
 class _HeadWeights(Weights):
     """The weights of a head, which is prepared beside its target."""
 
     def __init__(
-        self, head: LoadedHead, config: WorkerConfig, collectives: Collectives, await_others: Callable[[], None]
+        self,
+        head: LoadedHead,
+        config: WorkerConfig,
+        collectives: Collectives,
+        await_others: Await,
+        steps: DeviceSteps | None,
     ) -> None:
-        super().__init__(head.model, config.model, config.cache, collectives, (), await_others)
+        super().__init__(head.model, config.model, config.cache, collectives, (), await_others, steps)
         self._head, self._whole = head.prepared, config
 
     def _open(self) -> CheckpointWeights:
@@ -114,22 +149,22 @@ def load_drafter(
     `load_head`, and ConfigError for a model whose tokens have other positions than their numbers."""
     if draft is None:
         return None
-    if isinstance(draft, PreparedHead):
-        limits = ModelLimits(
-            config.scheduler.max_num_batched_tokens,
-            most_logits_rows(config.scheduler.max_num_seqs),
-            target.max_model_len,
-            uses_cascades=False,
-        )
-        backend = open_backend(config.model.device)
-        return LoadedHead(draft, load_head(draft, target, limits, ops, collectives, backend), target)
-    most = config.scheduler
+    most, backend = config.scheduler, open_backend(config.model.device, config.service.watchdog_timeout)
     tokens, logits = most.max_num_batched_tokens, most_logits_rows(most.max_num_seqs)
-    model = load_model(draft.config, collectives, ops, tokens, logits, on_progress, config.cache)
-    inputs = model.row_inputs
-    if inputs.num_positions > 1 or inputs.prompt_lengths:
-        raise ConfigError(
-            f"speculative_config: model {draft.config.path} has rotary embeddings of several positions, or by the "
-            "prompt's length: take another one"
-        )
-    return LoadedDrafter(draft.config, model)
+    own = backend.ops_beside(ops, lambda: draft.kernel_needs)
+    if isinstance(draft, PreparedHead):
+        limits = ModelLimits(tokens, logits, target.max_model_len, uses_cascades=False)
+        model = load_head(draft, target, limits, own, collectives, backend)
+    else:
+        model = load_model(draft.config, collectives, own, tokens, logits, on_progress, config.cache)
+        inputs = model.row_inputs
+        if inputs.num_positions > 1 or inputs.prompt_lengths:
+            raise ConfigError(
+                f"speculative_config: model {draft.config.path} has rotary embeddings of several positions, or by the "
+                "prompt's length: take another one"
+            )
+    model.run_beside(target)
+    parts = DrafterParts.of(model, config, backend, ops, collectives.rank)
+    if isinstance(draft, PreparedHead):
+        return LoadedHead(draft, model, target, parts)
+    return LoadedDrafter(draft.config, model, parts)

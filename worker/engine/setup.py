@@ -50,6 +50,7 @@ from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.step.backend import Backend, DeviceSteps, StepParts
 from allspan.worker.step.buffer_sizes import batch_sizes, most_logits_rows
+from allspan.worker.step.inputs import InputBuffers
 
 OnProgress = Callable[[int, int], None]
 
@@ -121,28 +122,40 @@ def load_engine(
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs, own)
     width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
     sampling = backend.sampling(most.max_num_seqs, width, ops)
-    step_bytes = backend.warm_up(loaded, sizes, sampling)
+    step_bytes = max(backend.warm_up(loaded, sizes, sampling), drafter.warm_up() if drafter else 0)
     await_others()  # what a rank takes for that is not there for good
     host, room = _host_pages(config, backend, cache_groups, world), backend.room(config.parallel.cpus)
     limits = loaded.max_model_len, most.max_num_seqs, room, ranks_on_node, step_bytes, most.max_num_batched_tokens
     counts = agreed_pages(config, CacheDemand(group_demands(cache_groups), *limits), world)
     kv = [backend.page_store(group.spec, count) for group, count in zip(cache_groups, counts, strict=True)]
     loaded.bind_cache(*kv[: len(loaded.cache_groups)])
-    drafts = drafter.open(config, kv[len(loaded.cache_groups) :], backend, ops, collectives) if drafter else None
+    drafts = drafter.open(kv[len(loaded.cache_groups) :], collectives) if drafter else None
     eos, parts = ends_of(model, loaded.spec), StepParts(backend.step_inputs(sizes, loaded), sampling, adapters, drafts)
     groups, tiers = _group_limits(cache_groups, loaded, drafts, counts, host), Tiers(kv, host) if host else None
     core = EngineCore(config, loaded, groups, collectives, parts, channel, eos, tiers)
-    records = collectives.capabilities.is_capturable and not model.enforce_eager
-    steps = _recorded(backend.steps(loaded, parts.inputs if records else None, host, core.loop_progress.beat))
-    _draft(core, config, loaded, drafts, collectives)
+    record = partial(_recorded, core, model, backend, collectives)
+    steps = record(loaded, parts.inputs, host)
     whole = Weights(loaded, model, cache, collectives, _page_tensors(kv, host), await_others, steps)
-    weights = AllWeights(whole, *([drafter.weights(config, collectives, await_others)] if drafter else ()))
+    steps = record(drafter.model, drafts.buffers, ()) if drafter and drafts else None
+    weights = AllWeights(whole, *([drafter.weights(config, collectives, await_others, steps)] if drafter else ()))
+    _draft(core, config, loaded, drafts, collectives)
     _set_operations(core, model, loaded, weights, head, ops, collectives)
     kv_bytes, load_s = sum(cache.num_bytes for cache in kv), time.monotonic() - started
     return LoadedEngine(core, loaded, weights, eos, kv_bytes, load_s, drafter.model if drafter else None)
 
 
-def _recorded(steps: DeviceSteps | None) -> DeviceSteps | None:
+def _recorded(
+    core: EngineCore,
+    config: ModelConfig,
+    backend: Backend,
+    collectives: Collectives,
+    model: Model,
+    inputs: InputBuffers,
+    host: Sequence[HostPages],
+) -> DeviceSteps | None:
+    """The steps of a model with these inputs, recorded where that can be."""
+    records = collectives.capabilities.is_capturable and not config.enforce_eager
+    steps = backend.steps(model, inputs if records else None, host, core.loop_progress.beat)
     if steps is not None:
         steps.capture()
     return steps
@@ -162,7 +175,8 @@ def _draft(
     model.forget_expert_loads()  # the tokens of these steps are nobody's
     facts: DrafterFacts | None = None
     if drafter is not None:
-        times = step_times(drafter.trial, drafter.model, drafter.max_model_len, collectives, core.limits)
+        to_host, longest = core.sampler.to_host, drafter.max_model_len
+        times = step_times(drafter.trial, drafter.model, longest, collectives, core.limits, to_host)
         facts = DrafterFacts(drafter.max_model_len, times, drafter.follows)
     if core.is_leader:
         told = ", ".join(f"{tokens}: {1e3 * each:.3g}" for tokens, each in sorted(seconds.items()))

@@ -19,7 +19,7 @@ from allspan.protos.config.speculation import EAGLE3, MTP, speculation_of
 from allspan.protos.model_files.json_values import read_json_object
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.load.draft_model import PreparedDraft, check_sharing, prepare_draft
-from allspan.worker.load.loader import Prepared
+from allspan.worker.load.loader import Prepared, needs_of
 from allspan.worker.models.foreign.config import ForeignConfig
 from allspan.worker.models.heads.eagle3 import EMBEDDING, SKIPPED, TARGET_IDS, eagle3_weights, read_eagle3
 from allspan.worker.models.heads.mtp import has_mtp, mtp_spec, mtp_weights
@@ -32,7 +32,7 @@ from allspan.worker.quant.base import LinearMethod
 from allspan.worker.quant.head import QuantisedHead
 from allspan.worker.quant.instant import SCHEMES
 from allspan.worker.quant.table import METHODS
-from allspan.worker.step.backend import Backend
+from allspan.worker.step.backend import Backend, KernelNeeds
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.weights.checkpoint import Checkpoint, check_tensors
 from allspan.worker.weights.random_weights import RandomWeights
@@ -58,6 +58,11 @@ class PreparedHead:
     @property
     def weight_bytes(self) -> int:
         return self.holding.num_bytes
+
+    @property
+    def kernel_needs(self) -> KernelNeeds:
+        """What it asks of a device's kernels."""
+        return needs_of(self.spec, str(self.holding.dtype).removeprefix("torch."), self.cache_groups)
 
     def beside(self, model: Prepared) -> Prepared:
         """The target with the cache groups of the head behind its own."""

@@ -15,6 +15,7 @@ from allspan.protos.text.vocabularies import first_difference
 from allspan.worker.cache.spec import CacheGroup
 from allspan.worker.load.loader import Prepared, prepare
 from allspan.worker.quant.instant import SCHEMES
+from allspan.worker.step.backend import KernelNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,11 @@ class PreparedDraft:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         return self.prepared.cache_groups
+
+    @property
+    def kernel_needs(self) -> KernelNeeds:
+        """What it asks of a device's kernels."""
+        return self.prepared.kernel_needs
 
     def beside(self, model: Prepared) -> Prepared:
         """The other model with the cache groups of this one behind its own."""
@@ -75,6 +81,7 @@ def _config_of(asked: Speculation, model: ModelConfig) -> ModelConfig:
         quantize_lm_head=model.quantize_lm_head or takes_8_bits,  # half of a small model in 4 bits; no answer changes
         load_format=model.load_format,
         device=model.device,
+        disable_cascade_attn=True,
         verify=model.verify,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -75,11 +75,16 @@ class Prepared:
     @property
     def kernel_needs(self) -> KernelNeeds:
         """What the model asks of a device's kernels."""
-        attention = [layer.attention for layer in self.source.spec.layers]
-        blocks = {(block.heads, block.kv_heads) for block in attention}
-        heads = tuple((own.unit, -(-own.count // kv.count)) for own, kv in blocks)
-        latents = tuple({block.latent_sizes for block in attention if block.latent_sizes})
-        return KernelNeeds(str(self.held["dtype"]), self.cache_groups[0].spec.dtype, heads, latents)
+        return needs_of(self.source.spec, str(self.held["dtype"]), self.cache_groups)
+
+
+def needs_of(spec: ModelSpec, dtype: str, groups: Sequence[CacheGroup]) -> KernelNeeds:
+    """What a model asks of a device's kernels; `dtype` of the weights that are not quantised."""
+    attention = [layer.attention for layer in spec.layers]
+    blocks = {(block.heads, block.kv_heads) for block in attention}
+    heads = tuple((own.unit, -(-own.count // kv.count)) for own, kv in blocks)
+    latents = tuple({block.latent_sizes for block in attention if block.latent_sizes})
+    return KernelNeeds(dtype, groups[0].spec.dtype, heads, latents)
 
 
 def prepare(config: ModelConfig, cache: CacheConfig, rank: int, size: int, stage: Place = WHOLE) -> Prepared:

@@ -200,6 +200,11 @@ class Model:
         launch. Largest bucket first: all share its memory."""
         self._passes.capture(inputs, record)
 
+    def run_beside(self, other: Model) -> None:
+        """What is captured of this model from now on lies in the memory of what was captured of another one, whose
+        steps never run at the same time."""
+        self._passes.run_beside(other._passes)
+
     def forget_graphs(self) -> None:
         """Gives up what was captured, and its memory; steps are launched op by op until they are captured again."""
         self._passes.forget_graphs()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from allspan.worker.quant.base import LinearDelta
 from allspan.worker.step.backend import Backend, Executor
 from allspan.worker.step.buffer_sizes import ModelLimits
 from allspan.worker.step.inputs import StepInputs
-from allspan.worker.step.model import Record
+from allspan.worker.step.model import Record, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Passes:
             self._all.append(self._chained)
         self.newest = self.plain
         """The pass of the last step."""
+        self._beside: Passes | None = None
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
         """Has the passes keep states of all tokens (`build_decoder`), of which none is bound to anything then."""
@@ -132,9 +134,23 @@ class Passes:
         return newest.steps.run(inputs)
 
     def capture(self, inputs: StepInputs, record: Record) -> None:
-        """See `StepRunner.capture`. What is recorded of any pass shares its memory with all others."""
-        others = [recording for each in self._all for recording in each.steps.recordings]
-        self.of(inputs).steps.capture(inputs, lambda forward: record(forward, others))
+        """See `StepRunner.capture`. What is recorded of any pass shares its memory with all others. Of decodes alone
+        the pass of a head's own drafts is recorded, too."""
+        passes = [self.of(inputs)]
+        if self._chained is not None and inputs.decode_rows is None:
+            passes.append(self._chained)
+        for each in passes:
+            others = (*self.recordings, *(self._beside.recordings if self._beside else ()))
+            each.steps.capture(inputs, partial(_recorded, record, others))
+
+    @property
+    def recordings(self) -> tuple[Recording, ...]:
+        """What has been captured."""
+        return tuple(recording for each in self._all for recording in each.steps.recordings)
+
+    def run_beside(self, other: Passes) -> None:
+        """See `Model.run_beside`."""
+        self._beside = other
 
     def forget_graphs(self) -> None:
         """See `StepRunner.forget_graphs`."""
@@ -172,3 +188,7 @@ class Passes:
         if "expanded_linear" not in self._ops.reference_ops:
             program = with_expanded_products(program)
         return with_whole_logits(program, self._own_widths) if self._gathers else program
+
+
+def _recorded(record: Record, others: Iterable[Recording], forward: Callable[[], Tensor]) -> Recording:
+    return record(forward, others)

@@ -217,10 +217,20 @@ class Sampler:
             return not needs_tokens(processors)
         return params.is_greedy and params.logprobs is None and not processors
 
+    @property
+    def takes_all_ranks(self) -> bool:
+        """Whether ranks have parts of the logits, so that they sample together."""
+        return self._collectives.size > 1
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens of `launch` are there on the device, for the next step, before the host knows them."""
+        return not (self.takes_all_ranks or self._waiting)
+
     def launch(self, logits: Tensor, rows: Rows, positions: Rows, targets: Rows | None = None) -> Launched:
         """Begins what `sample` does, for logits on a GPU, and returns while they are still being computed. Where a row
         is not `samples_ahead`, it samples when the result is asked for."""
-        if self._collectives.size > 1 or self._waiting or targets is not None:
+        if not self.keeps_tokens or targets is not None:
             return _Deferred(self, logits, rows, positions, targets)
         if self._device:
             return self._launch_on(self._device, logits, self._logprobs.wanted(rows, positions, None))

@@ -80,7 +80,7 @@ class Lookahead:
 
     def launch(self, plan: StepPlan, requests: Sequence[Request], samples: bool) -> None:
         """A step has been planned for `requests`, those of its runs; `samples`: some of them get a token."""
-        can_follow = samples and not self._synchronous and not plan.drafts
+        can_follow = samples and not (self._synchronous or plan.drafts or plan.draft_runs)
         self._flights.append(Flight(plan, requests, can_follow))
 
     def land(self, step: int) -> Flight | None:

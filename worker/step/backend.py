@@ -161,6 +161,9 @@ class Backend(Protocol):
         """The op set `kernels` of `allspan.kernels.table`, or for "auto" the best for a model with such `needs`.
         Raises ConfigError for a device that is not there or too old, and what `op_set` raises."""
 
+    def ops_beside(self, ops: OpSet, needs: Callable[[], KernelNeeds]) -> OpSet:
+        """The op set of a further model in the ranks, with such `needs`, beside one that runs on `ops`."""
+
     def executor(
         self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], dtype: torch.dtype
     ) -> Executor:

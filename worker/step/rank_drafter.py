@@ -73,7 +73,12 @@ class RanStep:
 
     inputs: StepInputs
     rows: NDArray[np.int64]
-    """[R]: the row of each request, in the order of `inputs`."""
+    """[R]: the row of each request, in the order of `inputs`; again for each of its drafts, where a device takes these
+    as requests of their own."""
+    counts: NDArray[np.int64]
+    """[R]: the tokens of each."""
+    starts: NDArray[np.int64]
+    """[R]: the position of each one's first."""
 
 
 class RankDrafter(Protocol):

@@ -82,8 +82,8 @@ class Head:
         return torch.from_numpy(np.ascontiguousarray(logits[:, first : first + self.vocab_widths[self._rank]]))
 
     def chained(self, num_rows: int) -> Tensor:
-        assert len(self._states) == num_rows
-        return torch.from_numpy(self._states)
+        assert len(self._states) >= num_rows
+        return torch.from_numpy(self._states[:num_rows])
 
     def _logits(self, inputs: StepInputs, row: int) -> np.ndarray:
         request = int(np.searchsorted(inputs.qo_indptr.numpy(), row, side="right")) - 1

@@ -18,6 +18,7 @@ from allspan.protos.config.speculation import Speculation
 from allspan.worker.cache.spec import ALL_TOKENS
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.engine.steps.draft_model import DraftModel
+from allspan.worker.engine.steps.draft_sampler import DraftSampler
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.counters import SchedulerCounters
 from allspan.worker.scheduler.drafting.draft_run_planner import FIRST_TRIALS, TRIAL_DRAFTS, DrafterFacts
@@ -56,7 +57,8 @@ def play(
         parts, groups = host_parts(settings, 64), [GroupLimits(num_pages)]
         if most:
             buffers = host_parts(settings, 64).inputs
-            parts = replace(parts, drafter=DraftModel(draft, buffers, (ALL_TOKENS,), PAGE_SIZE, 4, collectives))
+            sampler = DraftSampler(4, draft.vocab_widths, collectives)
+            parts = replace(parts, drafter=DraftModel(draft, buffers, (ALL_TOKENS,), PAGE_SIZE, sampler))
             groups.append(GroupLimits(num_pages, is_drafter=True))
         channel = world.channels[rank] if size > 1 else None
         core = EngineCore(settings, model, tuple(groups), collectives, parts, channel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -53,12 +53,16 @@ class Leader:
         step.decode(self.one, Run(0, 1))
         step.budget = budget
 
-        def chances(request: Request, most: int) -> Sequence[float]:
-            return [chance] * most
-
-        self.planner.fill(step, self.memory, [self.one], lambda request: True, chances)
+        self.planner.fill(step, self.memory, [self.one], lambda request: True, _all_as_likely(chance))
         self.one.num_in_flight = self.one.num_unknown = 0
         return step.draft_runs[0] if step.draft_runs else None
+
+    def waits(self, chance: float) -> bool:
+        """Whether a step in flight is awaited for such drafts."""
+        self.one.num_unknown = 1
+        waits = self.planner.must_wait([self.one], lambda request: True, _all_as_likely(chance))
+        self.one.num_unknown = 0
+        return waits
 
     def go_on(self, drafted: int = -1) -> None:
         """The step is over: a token has come, and the drafter has taken in so many."""
@@ -73,6 +77,10 @@ class Leader:
         other = request(2, [1])
         other.output_token_ids = [5] * count
         self.planner.ended(other)
+
+
+def _all_as_likely(chance: float) -> Callable[[Request, int], Sequence[float]]:
+    return lambda request, most: [chance] * most
 
 
 def test_likely_drafts_of_a_cheap_drafter_are_asked_for_in_numbers() -> None:
@@ -168,6 +176,25 @@ def test_a_drafter_that_does_not_pay_is_tried_again_for_a_small_share_of_the_tim
     trials = [run for run in asked if run]
     assert 2 <= len(trials) <= 0.01 * 600 / 0.3
     assert {run.num_drafts for run in trials} == {TRIAL_DRAFTS}
+
+
+@pytest.mark.parametrize(("share", "chance"), [(0.02, 0.95), (0.3, 0.7), (0.3, 0.2), (2.0, 0.9), (None, 0.1)])
+def test_steps_are_awaited_where_drafts_would_be_asked_for(share: float | None, chance: float) -> None:
+    leader = Leader(share)
+    assert leader.waits(chance) == (leader.ask(chance) is not None)
+
+
+def test_a_trial_is_awaited_and_its_time_comes_while_steps_are_planned_ahead() -> None:
+    leader, count = Leader(0.5, trials=FIRST_TRIALS - 1), 0
+    assert leader.waits(0.1)
+    assert leader.waits(0.1), "to ask for it does not begin it"
+    assert leader.ask(0.1)
+    while not leader.waits(0.1):
+        count += 1
+        assert count < 2000
+    assert count > 50
+    assert leader.ask(0.1)
+    assert not leader.waits(0.1)
 
 
 def test_a_trial_behind_a_long_prompt_goes_on_until_something_is_drafted() -> None:

@@ -57,6 +57,9 @@ class CpuBackend:
             )
         return op_set(kernels, threads, cpus)
 
+    def ops_beside(self, ops: OpSet, needs: Callable[[], KernelNeeds]) -> OpSet:
+        return ops
+
     def executor(
         self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], dtype: torch.dtype
     ) -> Executor:

@@ -93,6 +93,9 @@ class CudaBackend:
                 f"device is cuda with weights of 16 bits: {error}; or use --dtype float32, which is slow"
             ) from error
 
+    def ops_beside(self, ops: OpSet, needs: Callable[[], KernelNeeds]) -> OpSet:
+        return op_set("reference") if ops.name.startswith("cuda/") and kernels_for(needs()) != "cuda" else ops
+
     def executor(
         self, program: Program, ops: OpSet, collectives: Collectives, capacity: Mapping[Rows, int], dtype: torch.dtype
     ) -> Executor:

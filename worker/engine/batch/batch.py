@@ -16,7 +16,7 @@ from allspan.worker.engine.batch.batch_step import BatchStep, DecodeRun, LogitsR
 from allspan.worker.engine.batch.inbox import Inbox
 from allspan.worker.engine.batch.lone_row import LoneRow
 from allspan.worker.engine.batch.owners import Owners
-from allspan.worker.engine.batch.paging import indptr_of, paged_values
+from allspan.worker.engine.batch.paging import Requests, indptr_of, paged_values
 from allspan.worker.engine.batch.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.batch.rows import Ints, Longs, RowStates
 from allspan.worker.sampling.result import Sampled
@@ -25,7 +25,7 @@ from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import EmbeddingRows, InputBuffers, StepInputs, axis_names
 from allspan.worker.step.model import PageTiers, RankAdapters
-from allspan.worker.step.rank_drafter import DraftRows
+from allspan.worker.step.rank_drafter import DraftRows, RanStep
 from allspan.worker.step.row_inputs import RowInputs
 from allspan.worker.step.shared_prefix import SharedPages
 
@@ -115,7 +115,7 @@ class Batch:
             state.grant(Grant(0, tuple(range(pages)), group))
         counts = np.full(1, count, dtype=np.int64)
         values, _ = self._values(0, row, counts)
-        inputs = self._fill(row, counts, values)
+        inputs = self._fill(self._requests(row, counts, values), row, counts, values)
         state.num_drafts[0] = 0
         state.leave(0)
         return inputs
@@ -190,11 +190,13 @@ class Batch:
         if num_unknown:
             values["ids"][:num_unknown] = [unknown[row] for row in rows[:num_unknown].tolist()]
         pooled = self._pool(rows, values, len(logits.rows)) if self._pools else None
-        inputs = self._fill(rows, counts, values, common)
+        requests = self._requests(rows, counts, values)
+        inputs = self._fill(requests, rows, counts, values, common)
         if state.embeddings:
             inputs = replace(inputs, embeddings=self._embeddings(rows, values))
         step = BatchStep(plan.step, inputs, logits, state.leaves.count, num_unknown)
-        step.drafted, step.pooled, step.rows = tuple(row for row, _ in plan.drafts), pooled, rows
+        step.drafted, step.pooled = tuple(row for row, _ in plan.drafts), pooled
+        step.ran = RanStep(inputs, *requests)
         if state.hidden:
             ended = state.hidden.intersection(logits.sampling.tolist())  # these prompts end in this step
             step.hidden = {row: i for i, row in enumerate(logits.rows.tolist()) if row in ended}
@@ -208,20 +210,30 @@ class Batch:
             self._decodes = DecodeRun(plan.runs, step, room)
         return step
 
-    def _fill(
-        self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]], common: Ints | None = None
-    ) -> StepInputs:
-        """The step as the model reads it: `values` of its runs, `counts` tokens of each of `rows`, and what attention
-        reads, where each draft may be a request of its own."""
-        adapters = np.repeat(self._rows.adapters[rows], counts) if self._adapters is not None else rows[:0]
+    def _requests(self, rows: Longs, counts: Longs, values: dict[str, NDArray[Any]]) -> Requests:
+        """A step's requests as attention sees them, of which each draft may be one of its own: `values` of its runs,
+        `counts` tokens of each of `rows`."""
         starts, drafts = self._rows.num_computed[rows], self._rows.num_drafts[rows]
         if self.buffers.splits_drafts and drafts.any():
             rows, counts = np.repeat(rows, 1 + drafts), np.repeat(np.where(drafts, 1, counts), 1 + drafts)
             starts = values["positions"][np.cumsum(counts) - counts]
-        given = values | self._attention_values(rows, counts, starts)
+        return rows, counts, starts
+
+    def _fill(
+        self,
+        requests: Requests,
+        rows: Longs,
+        counts: Longs,
+        values: dict[str, NDArray[Any]],
+        common: Ints | None = None,
+    ) -> StepInputs:
+        """The step as the model reads it: `values` of its runs, `counts` tokens of each of `rows`, and what attention
+        reads of `requests`."""
+        adapters = np.repeat(self._rows.adapters[rows], counts) if self._adapters is not None else rows[:0]
+        given = values | self._attention_values(*requests)
         if adapters.max(initial=-1) >= 0:
             given["adapters"] = adapters
-        return self.buffers.fill(given, common, len(rows))
+        return self.buffers.fill(given, common, len(requests[0]))
 
     def _pool(self, rows: Longs, values: dict[str, NDArray[Any]], num_sampled: int) -> PooledStep | None:
         """What a step's rows pool of it; the tokens that they read go behind the `num_sampled` rows of logits."""

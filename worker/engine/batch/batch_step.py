@@ -12,6 +12,7 @@ from allspan.worker.engine.batch.pooling import PooledStep
 from allspan.worker.engine.batch.rows import RowStates
 from allspan.worker.scheduler.plan import Run, StepPlan
 from allspan.worker.step.inputs import InputBuffers, StepInputs
+from allspan.worker.step.rank_drafter import RanStep
 
 Longs = NDArray[np.int64]
 
@@ -52,8 +53,8 @@ class BatchStep:
     """Row → its row of logits, where its hidden state is asked for."""
     pooled: PooledStep | None = None
     """What rows with pooling make of it; their hidden states lie behind the rows of logits that are sampled."""
-    rows: Longs = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """The row of each request, in the order of `inputs`."""
+    ran: RanStep | None = None
+    """What a drafter in the ranks is told of it; None: the plan runs no tokens."""
 
 
 class DecodeRun:

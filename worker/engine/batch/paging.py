@@ -12,6 +12,8 @@ from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.step.inputs import group_name
 
 Longs = NDArray[np.int64]
+Requests = tuple[Longs, Longs, Longs]
+"""The row of each request of a step, the number of its tokens, and the position of the first."""
 
 
 def paged_values(
@@ -40,6 +42,13 @@ def paged_values(
             given[slots] = table[token_rows, pages] * page_size + offsets
             given[indices] = table[page_rows, _nth(page_indptr)]
     return given
+
+
+def each_token(rows: Longs, counts: Longs, starts: Longs) -> Requests:
+    """The same tokens of the same rows, each as a request of its own."""
+    begins = indptr_of(counts)
+    positions = np.arange(begins[-1]) + np.repeat(starts - begins[:-1], counts)
+    return np.repeat(rows, counts), np.ones_like(positions), positions
 
 
 def indptr_of(counts: Longs) -> Longs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.engine.batch.paging import paged_values
+from allspan.worker.engine.batch.paging import Requests, each_token, indptr_of, paged_values
 from allspan.worker.engine.steps.draft_sampler import DraftSampler
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun, RanStep
@@ -54,6 +54,8 @@ class HeadPlace:
     """Elements of a token's features."""
     target_ids: Ints | None = None
     """The model's id for each of the head's; None: they are the same."""
+    device: str = "cpu"
+    """The torch device of the head."""
 
 
 class DraftHead:
@@ -77,68 +79,70 @@ class DraftHead:
         self.lifetimes = (place.lifetime,)
         self.max_model_len = target.max_model_len
         self.model, self._target = head, target
-        self._buffers, self._place = buffers, place
+        self.buffers, self._place = buffers, place
         self._sampler = sampler
+        self._target_ids = None if place.target_ids is None else torch.from_numpy(place.target_ids).to(place.device)
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         asked = {run.row: run.num_drafts for run in runs if run.num_drafts}
         if asked:
             self._sampler.follow(rows)
-        ends = ran.inputs.qo_indptr.numpy().astype(np.int64)
-        drafting = np.flatnonzero(np.isin(ran.rows, list(asked)))
-        numbers = ran.rows[drafting]
+        places = {row: place for place, row in reversed([*enumerate(ran.rows.tolist())])}  # a row's drafts come behind
+        ordered = sorted((row for row in asked if row in places), key=lambda row: (-asked[row], places[row]))
+        numbers, counts = np.asarray(ordered, dtype=np.int64), np.asarray([asked[row] for row in ordered])
         positions = rows.num_tokens[numbers] - 2  # of the last token that the model has run and that is kept
-        firsts = ends[drafting]
-        wanted = firsts + positions - ran.inputs.positions.numpy()[firsts]
-        tokens = self._run(self._followed(rows, ran, ends, wanted), numbers, positions)
-        made: dict[int, list[int]] = {row: [] for row in asked}
-        while len(numbers):
-            for row, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
-                made[row].append(token)
-            left = np.asarray([asked[row] - len(made[row]) for row in numbers.tolist()])
-            going = np.flatnonzero((left > 0) & (tokens >= 0))
-            states = self.model.chained(len(numbers))[torch.from_numpy(going)]
-            numbers, tokens, positions = numbers[going], tokens[going], positions[going] + 1
-            if len(numbers):
-                tokens = self._run(self._chained(rows, numbers, positions, tokens, states), numbers, positions)
-        return {run.row: Drafted(int(rows.num_tokens[run.row]), tuple(made.get(run.row, ()))) for run in runs}
+        firsts = np.asarray([places[row] for row in ordered], dtype=np.int64)
+        wanted = indptr_of(ran.counts)[firsts] + positions - ran.starts[firsts]
+        logits = self.model.forward(self._followed(rows, ran, wanted))
+
+        def behind(depth: int, tokens: Tensor) -> Tensor:
+            count = len(tokens)
+            ids = tokens if self._target_ids is None else self._target_ids[tokens.long()]
+            return self.model.forward(self._chained(rows, numbers[:count], positions[:count] + depth, ids))
+
+        made = self._sampler.chain(logits, numbers, positions + 2, counts, behind)
+        if (target_ids := self._place.target_ids) is not None:
+            made = {row: tuple(target_ids[list(tokens)].tolist()) for row, tokens in made.items()}
+        return {run.row: Drafted(int(rows.num_tokens[run.row]), made.get(run.row, ())) for run in runs}
 
     def trial(self, count: int, start: int) -> StepInputs:
         row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
+        requests = each_token(row, counts, starts) if self.buffers.splits_drafts else (row, counts, starts)
         tables = [np.arange(-(-(start + count) // self._place.page_size), dtype=np.int32)[None]]
-        values = paged_values(tables, self.lifetimes, self._place.page_size, row, counts, starts)
-        values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
-        return replace(self._buffers.fill(values), features=torch.zeros(count, self._place.num_features))
+        inputs = self._fill(tables, requests, np.zeros(count, dtype=np.int32), np.arange(count))
+        return replace(inputs, features=torch.zeros(count, self._place.num_features, device=self._place.device))
 
-    def _followed(self, rows: DraftRows, ran: RanStep, ends: Longs, wanted: Longs) -> StepInputs:
+    def _followed(self, rows: DraftRows, ran: RanStep, wanted: Longs) -> StepInputs:
         """The step that takes in what the model has run. Tokens that nothing is known to follow, behind drafts that
         were not kept, have no embedding."""
-        of_tokens = np.repeat(ran.rows, np.diff(ends))
-        following = ran.inputs.positions.numpy() + 1
+        of_tokens, _, positions = each_token(ran.rows, ran.counts, ran.starts)
+        following = positions + 1
         is_known = following < rows.num_tokens[of_tokens]
-        ids = np.where(is_known, rows.tokens[of_tokens, np.where(is_known, following, 0)], -1)
+        ids = np.where(is_known, rows.tokens[of_tokens, np.where(is_known, following, 0)], -1).astype(np.int32)
+        features = self._target.features(len(ids))
+        if self.buffers.splits_drafts:  # its steps are padded, at addresses of their own
+            inputs = self._fill(rows.tables[-1:], (ran.rows, ran.counts, ran.starts), ids, wanted)
+            return replace(inputs, features=features)
         return replace(
             ran.inputs.of_group(self._place.group),
-            ids=torch.from_numpy(ids.astype(np.int32)),
-            logits_rows=torch.from_numpy(wanted.astype(np.int32)),
+            ids=torch.from_numpy(ids).to(self._place.device),
+            logits_rows=torch.from_numpy(wanted.astype(np.int32)).to(self._place.device),
             groups=(),
             adapters=None,
             embeddings=None,
-            features=self._target.features(len(ids)),
+            features=features,
         )
 
-    def _chained(self, rows: DraftRows, numbers: Longs, positions: Longs, ids: Ints, states: Tensor) -> StepInputs:
-        """The step of one draft for each of these rows."""
+    def _chained(self, rows: DraftRows, numbers: Longs, positions: Longs, ids: Tensor) -> StepInputs:
+        """The step of one draft for each of these rows, which are the first of the step before."""
         if (rows.num_pages[-1, numbers] * self._place.page_size <= positions).any():
             raise InternalError("a row is drafted for past its pages of the head")
-        counts = np.ones_like(numbers)
-        tables = rows.tables[-1:]
-        values = paged_values(tables, self.lifetimes, self._place.page_size, numbers, counts, positions)
-        inputs = self._buffers.fill(values | {"ids": ids, "logits_rows": np.arange(len(ids))})
+        states, zeros = self.model.chained(len(numbers)), np.zeros(len(numbers), dtype=np.int32)
+        requests = numbers, np.ones_like(numbers), positions
+        inputs = self._fill(rows.tables[-1:], requests, zeros, np.arange(len(numbers)))
+        inputs.ids[: len(ids)].copy_(ids)  # drafts are on the device, perhaps there alone
         return replace(inputs, features=states, is_chained=True)
 
-    def _run(self, inputs: StepInputs, numbers: Longs, positions: Longs) -> Ints:
-        """Returns the model's ids of the drafts for these rows, of which the rows of logits are at these positions;
-        negative where none can be drawn."""
-        found, ids = self._sampler.sample(self.model.forward(inputs), numbers, positions + 2), self._place.target_ids
-        return found if ids is None else np.where(found >= 0, ids[found], found).astype(np.int32)
+    def _fill(self, tables: Sequence[Ints], requests: Requests, ids: Ints, wanted: Longs) -> StepInputs:
+        values = paged_values(tables, self.lifetimes, self._place.page_size, *requests)
+        return self.buffers.fill(values | {"ids": ids, "logits_rows": wanted})

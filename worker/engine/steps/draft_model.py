@@ -8,18 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from allspan.protos.api.errors import InternalError
 from allspan.worker.cache.spec import PageLifetime
-from allspan.worker.engine.batch.paging import paged_values
+from allspan.worker.engine.batch.paging import Requests, each_token, paged_values
 from allspan.worker.engine.steps.draft_sampler import DraftSampler
-from allspan.worker.parallel.base import Collectives
-from allspan.worker.sampling.device import Sampling
+from allspan.worker.step.buffer_sizes import most_logits_rows
 from allspan.worker.step.inputs import InputBuffers, StepInputs
 from allspan.worker.step.model import StepModel
 from allspan.worker.step.rank_drafter import Drafted, DraftRows, DraftRun, RanStep
 
+Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+_FEW = 8
+"""Tokens of a request that a device which takes drafts as requests of their own takes so, too: as decodes, for which
+attention over a long context is shared out among the whole device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,57 +53,53 @@ class DraftModel:
         buffers: InputBuffers,
         lifetimes: tuple[PageLifetime, ...],
         page_size: int,
-        max_rows: int,
-        collectives: Collectives,
-        sampling: Sampling | None = None,
+        sampler: DraftSampler,
     ) -> None:
-        """`buffers` of its steps' inputs, for `max_rows` requests; `lifetimes` of its cache groups. `sampling` None:
-        the host's kernel."""
+        """`buffers` of its steps' inputs; `lifetimes` of its cache groups; `sampler` draws from its logits."""
         self.model = model
         self.lifetimes = lifetimes
         self.max_model_len = model.max_model_len
-        self._buffers = buffers
+        self.buffers = buffers
         self._page_size = page_size
         self._vocab_size = sum(model.vocab_widths)
-        self._sampler = DraftSampler(max_rows, model.vocab_widths, collectives, sampling)
+        self._sampler = sampler
         self._ahead: dict[int, _Ahead] = {}
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         kept = {run: self._kept(run, rows) for run in runs}
         taken = {run: self._count(run, rows) - kept[run] for run in runs}
-        ordered = sorted((run for run in runs if taken[run]), key=lambda run: (taken[run] > 1, run.row))
-        found = {run.row: Drafted(run.first + kept[run] + taken[run]) for run in runs}
+        found = {run.row: run.first + kept[run] + taken[run] for run in runs}
+        ordered = sorted(
+            (run for run in runs if taken[run]), key=lambda run: (taken[run] > 1, -run.num_drafts, run.row)
+        )
         if not ordered:
-            return found
+            return {row: Drafted(num_tokens) for row, num_tokens in found.items()}
         self._sampler.follow(rows)
         numbers = np.asarray([run.row for run in ordered])
         counts = np.asarray([taken[run] for run in ordered])
         starts = np.asarray([run.first + kept[run] for run in ordered])
+        ends = starts + counts
+        asked = np.where(ends == rows.num_tokens[numbers], [run.num_drafts for run in ordered], 0)
+        drafting = np.argsort(-asked, kind="stable")[: np.count_nonzero(asked)]
         ids = np.concatenate([rows.tokens[run.row, run.first + kept[run] :][: taken[run]] for run in ordered])
-        is_whole = starts + counts == rows.num_tokens[numbers]
-        asked = np.where(is_whole, [run.num_drafts for run in ordered], 0)
-        drafting = np.flatnonzero(asked > 0)
-        tokens = self._forward(rows, numbers, counts, starts, ids, np.cumsum(counts)[drafting] - 1)
-        made: dict[int, list[int]] = {int(row): [] for row in numbers}
-        while len(drafting):
-            for i, token in zip(drafting.tolist(), tokens.tolist(), strict=True):
-                made[int(numbers[i])].append(token)
-            lengths = np.asarray([len(made[row]) for row in numbers.tolist()])
-            goes_on = (lengths[drafting] < asked[drafting]) & (tokens >= 0)
-            drafting, tokens = drafting[goes_on], tokens[goes_on]
-            if len(drafting):
-                ends = (starts + counts + lengths - 1)[drafting]
-                tokens = self._forward(rows, numbers[drafting], np.ones_like(ends), ends, tokens, np.arange(len(ends)))
-        for row, drafts in made.items():
-            self._ahead[row] = _Ahead(rows.leaves.count, found[row].num_tokens, drafts[:-1])
-        return {row: Drafted(each.num_tokens, tuple(made.get(row, ()))) for row, each in found.items()}
+        logits = self._forward(rows, numbers, counts, starts, ids, np.cumsum(counts)[drafting] - 1)
+        row_ids, firsts = numbers[drafting], ends[drafting]
+
+        def behind(depth: int, tokens: Tensor) -> Tensor:
+            count = len(tokens)
+            ones, wanted = np.ones(count, dtype=np.int64), np.arange(count)
+            return self._forward(rows, row_ids[:count], ones, firsts[:count] + depth - 1, tokens, wanted)
+
+        made = self._sampler.chain(logits, row_ids, firsts, asked[drafting], behind)
+        for run in ordered:
+            self._ahead[run.row] = _Ahead(rows.leaves.count, found[run.row], made.get(run.row, ())[:-1])
+        return {row: Drafted(num_tokens, made.get(row, ())) for row, num_tokens in found.items()}
 
     def trial(self, count: int, start: int) -> StepInputs:
         row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
+        requests = each_token(row, counts, starts) if self.buffers.splits_drafts else (row, counts, starts)
         tables = [np.arange(-(-(start + count) // self._page_size), dtype=np.int32)[None]] * len(self.lifetimes)
-        values = paged_values(tables, self.lifetimes, self._page_size, row, counts, starts)
-        values |= {"ids": np.zeros(count, dtype=np.int32), "logits_rows": np.arange(count)}
-        return self._buffers.fill(values)
+        return self._fill(tables, requests, np.zeros(count, dtype=np.int32), np.arange(count))
 
     def _kept(self, run: DraftRun, rows: DraftRows) -> int:
         """How many tokens that were proposed for the row it has gone on with, so that their keys are there. The last of
@@ -120,15 +120,23 @@ class DraftModel:
         return int(unknown[0]) if len(unknown) else count
 
     def _forward(
-        self, rows: DraftRows, numbers: Longs, counts: Longs, starts: Longs, ids: NDArray[np.int32], wanted: Longs
-    ) -> NDArray[np.int32]:
-        """Runs `counts` more tokens of the rows `numbers`, `ids`, behind `starts`. Returns the token that is drawn
-        behind those that are `wanted`, which are the last of their rows; negative where none can be."""
+        self, rows: DraftRows, numbers: Longs, counts: Longs, starts: Longs, ids: Ints | Tensor, wanted: Longs
+    ) -> Tensor:
+        """Runs `counts` more tokens of the rows `numbers`, `ids`, behind `starts`. Returns the logits of those that are
+        `wanted`."""
         groups = len(self.lifetimes)
         if (rows.num_pages[-groups:, numbers] * self._page_size < starts + counts).any():
             raise InternalError("a row is drafted for past its pages of the drafter")
-        tables = rows.tables[-groups:]
+        known = ids if isinstance(ids, np.ndarray) else np.zeros(len(ids), dtype=np.int32)
+        inputs = self._fill(rows.tables[-groups:], (numbers, counts, starts), known, wanted)
+        if isinstance(ids, Tensor):  # drafts are on the device, perhaps there alone
+            inputs.ids[: len(ids)].copy_(ids)
+        return self.model.forward(inputs)
+
+    def _fill(self, tables: Sequence[Ints], requests: Requests, ids: Ints, wanted: Longs) -> StepInputs:
+        """The inputs of a step; `requests`: of each the row, the number of tokens, and the position of the first."""
+        numbers, counts, starts = requests
+        if self.buffers.splits_drafts and counts.max() <= _FEW and len(ids) <= most_logits_rows(len(tables[0])):
+            numbers, counts, starts = each_token(numbers, counts, starts)
         values = paged_values(tables, self.lifetimes, self._page_size, numbers, counts, starts)
-        logits = self.model.forward(self._buffers.fill(values | {"ids": ids, "logits_rows": wanted}))
-        at = np.searchsorted(np.cumsum(counts), wanted, side="right")
-        return self._sampler.sample(logits, numbers[at], (starts + counts)[at])
+        return self.buffers.fill(values | {"ids": ids, "logits_rows": wanted})

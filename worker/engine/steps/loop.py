@@ -127,6 +127,8 @@ class StepLoop:
             while self.runner.num_in_flight > plan.in_flight:
                 self._land()
             self._launch(plan)
+            if self.runner.lands_at_once:  # the leader, too, plans no step before
+                self._land()
         else:
             self._run(plan)
         self.host_s += time.perf_counter() - started - (self._apart_s - apart_s)

@@ -17,7 +17,7 @@ from allspan.worker.sampling.sampler import Launched, Sampler
 from allspan.worker.scheduler.plan import Operation, StepPlan, StepResult
 from allspan.worker.step.inputs import StepInputs, take_ids
 from allspan.worker.step.model import StepModel
-from allspan.worker.step.rank_drafter import RankDrafter, RanStep
+from allspan.worker.step.rank_drafter import RankDrafter
 
 Operate = Callable[[StepPlan], None]
 """Carries out the operation of a plan."""
@@ -27,6 +27,7 @@ Operate = Callable[[StepPlan], None]
 class _Flight:
     """A step on its way on a device."""
 
+    plan: StepPlan
     step: BatchStep
     launched: Launched | None
     """None: it samples nothing."""
@@ -53,8 +54,7 @@ class Runner:
         is_leader: bool = True,
         drafter: RankDrafter | None = None,
     ) -> None:
-        """Only the leader takes hidden states for rows with pooling: every rank has the same. A `drafter` drafts behind
-        steps of the plain loop alone."""
+        """Only the leader takes hidden states for rows with pooling: every rank has the same."""
         self._is_leader = is_leader
         self._drafter = drafter
         self.model_s = 0.0
@@ -70,15 +70,20 @@ class Runner:
     def num_in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether all ranks sample the newest step in flight together, or draft behind it: no other one is launched
+        before that is done."""
+        newest = self._flights[-1]
+        return bool(newest.plan.draft_runs) or (newest.launched is not None and self._sampler.takes_all_ranks)
+
     def run(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
         """One plan: the state that it changes, its operation, its tokens, and what is drafted behind these."""
         step = self._batch.apply(plan, inbox)
         if plan.operation is not Operation.NONE:
             operate(plan)
         result = self._verified(step)
-        if step.inputs is not None and (plan.draft_runs or (self._drafter and self._drafter.follows)):
-            return self._drafted(plan, RanStep(step.inputs, step.rows), result)
-        return result
+        return self._drafted(plan, step, result)
 
     def _verified(self, step: BatchStep) -> StepResult:
         """The step's tokens."""
@@ -116,24 +121,28 @@ class Runner:
             if len(wanted.rows):
                 logits = logits[: len(wanted.rows)] if step.pooled is not None else logits
                 launched = self._sampler.launch(logits, wanted.rows, wanted.positions, wanted.targets)
-        self._flights.append(_Flight(step, launched, hidden, pooled))
+        self._flights.append(_Flight(plan, step, launched, hidden, pooled))
 
     def land(self) -> StepResult:
-        """Waits for the oldest step in flight, if it samples or pools. Raises DeadlineExceeded."""
+        """Waits for the oldest step in flight, if it samples or pools, and drafts behind it, if that is asked for: then
+        it is the only one. Raises DeadlineExceeded."""
         flight = self._flights.popleft()
         if flight.launched is None:
             return self._batch.commit(flight.step, None, None, self._on_host(flight.pooled))
         before = time.perf_counter()
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
-        return self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
+        result = self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
+        return self._drafted(flight.plan, flight.step, result)
 
-    def _drafted(self, plan: StepPlan, ran: RanStep, result: StepResult) -> StepResult:
+    def _drafted(self, plan: StepPlan, step: BatchStep, result: StepResult) -> StepResult:
         """The result of a step, with what the drafter has made of the rows behind it."""
+        if step.ran is None or not (plan.draft_runs or (self._drafter and self._drafter.follows)):
+            return result
         if self._drafter is None:
             raise InternalError(f"step {plan.step} has rows drafted for, this rank has no drafter")
         before = time.perf_counter()
-        drafted = self._drafter.draft(plan.draft_runs, self._batch.rows, ran)
+        drafted = self._drafter.draft(plan.draft_runs, self._batch.rows, step.ran)
         seconds = time.perf_counter() - before
         self.model_s += seconds
         return replace(result, drafted=dict(drafted), draft_s=seconds)

@@ -48,6 +48,9 @@ class StageRunner:
     """See `Runner`, which runs whole models. Steps in flight are of different requests, but for the chunks of one
     prompt."""
 
+    lands_at_once = False
+    """A step is sampled, by all ranks of the last stage, when it is launched."""
+
     def __init__(self, model: StepModel, sampler: Sampler, batch: Batch, pipe: Pipe) -> None:
         self.model_s = 0.0
         """Seconds in this stage's part of the model, and of handing on what it made."""

@@ -109,6 +109,18 @@ class DraftRunPlanner:
                 step.draft_runs.append(DraftRun(request.row, request.num_drafted, taken, drafts))
         return grants
 
+    def must_wait(self, running: Sequence[Request], verifies: Callable[[Request], bool], chances: Chances) -> bool:
+        """Whether drafts would be asked for behind the next step, were it planned when the steps in flight are over."""
+        found = (self._candidate(each, 2, verifies, chances) for each in running if each.num_unknown)
+        candidates = [candidate for candidate in found if candidate]
+        if self._costs is None or not candidates:
+            return bool(candidates)
+        plain_s = self._costs.seconds(len(candidates), False)
+        if self._most_useful(_likely(candidates), len(candidates), plain_s):
+            return True
+        self._unasked_s += plain_s
+        return self._due_trial(candidates) is not None
+
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """The draft runs of a step have taken `result.draft_s`."""
         if self._costs is None or not result.drafted or result.draft_s <= 0:
@@ -136,28 +148,33 @@ class DraftRunPlanner:
                 continue
             if self._follows:
                 request.num_drafted = request.num_computed
-            total = request.num_tokens + run.num_tokens
-            left = request.max_tokens - len(request.output_token_ids)
-            # but for this step's token, and one behind the drafts
-            most = min(self._most, left - 2, self._max_model_len - total)
-            has_ids = request.embeddings is None and request.positions is None
-            if most > 0 and has_ids and verifies(request) and not self.drafts.refuses(request):
-                likely = chances(request, most) if self._costs else ()
-                found.append(_Candidate(request, most, total, likely, min(left, self._length)))
+            if candidate := self._candidate(request, run.num_tokens, verifies, chances):
+                found.append(candidate)
         return found
+
+    def _candidate(
+        self, request: Request, count: int, verifies: Callable[[Request], bool], chances: Chances
+    ) -> _Candidate | None:
+        """A request that has `count` tokens more when it is drafted for; None where it cannot be."""
+        total = request.num_tokens + count
+        left = request.max_tokens - len(request.output_token_ids)
+        most = min(self._most, left - 2, self._max_model_len - total)  # but for that token, and one behind the drafts
+        has_ids = request.embeddings is None and request.positions is None
+        if most <= 0 or not (has_ids and verifies(request)) or self.drafts.refuses(request):
+            return None
+        return _Candidate(request, most, total, chances(request, most) if self._costs else (), min(left, self._length))
 
     def _worthwhile(self, candidates: Sequence[_Candidate], rows: int, budget: int) -> tuple[list[_Candidate], int]:
         """For which requests drafts are asked for in a step of so many `rows`, and how many for each. `budget`: tokens
         that the drafter may take in."""
         assert self._costs is not None
-        likely = [candidate for candidate in candidates if candidate.chances[0] >= LEAST_CHANCE]
+        likely = _likely(candidates)
         plain_s = self._costs.seconds(rows, False)
         if count := self._most_useful(likely, rows, plain_s):
             self._unasked_s = 0.0
             return likely, count
         self._unasked_s += plain_s
-        nearest = min(candidates, key=lambda candidate: candidate.behind, default=None)
-        if nearest and (self._num_trials < FIRST_TRIALS or self._trial_s(nearest) <= TRIAL_SHARE * self._unasked_s):
+        if nearest := self._due_trial(candidates):
             self._num_trials += 1
             # A trial of several steps goes on with what is left of its time.
             part_s = self._seconds(budget, ()) if budget < nearest.behind else self._unasked_s
@@ -194,8 +211,13 @@ class DraftRunPlanner:
                 best, count = expected / seconds, depth + 1
         return count
 
-    def _trial_s(self, candidate: _Candidate) -> float:
-        return self._seconds(candidate.behind, [TRIAL_DRAFTS])
+    def _due_trial(self, candidates: Sequence[_Candidate]) -> _Candidate | None:
+        """The request for which drafts are tried, if it is time for that."""
+        nearest = min(candidates, key=lambda candidate: candidate.behind, default=None)
+        if nearest is None or self._num_trials < FIRST_TRIALS:
+            return nearest
+        trial_s = self._seconds(nearest.behind, [TRIAL_DRAFTS])
+        return nearest if trial_s <= TRIAL_SHARE * self._unasked_s else None
 
     def _seconds(self, taken: int, depths: Sequence[int]) -> float:
         """What it takes to take in so many tokens and to draft so many for each request."""
@@ -204,3 +226,8 @@ class DraftRunPlanner:
         later = [sum(depth > i for depth in depths) for i in range(1, max(depths, default=0))]
         steps = [self._most_tokens] * whole + [rest] * bool(rest) + later
         return sum(self._drafter.seconds(tokens, False) for tokens in steps) * math.exp(self._speed or 0.0)
+
+
+def _likely(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """The candidates whose first draft is likely enough."""
+    return [candidate for candidate in candidates if candidate.chances[0] >= LEAST_CHANCE]

@@ -119,7 +119,7 @@ class Drafting:
         """Whether the steps in flight are to be awaited before the next one is planned, as drafts behind their tokens
         would pay. That is told from what is proposed behind the tokens that are known: of these drafts the first stands
         for the token that is on its way, and those behind it count if it is right; where there are none, another one of
-        its kind will be proposed then."""
+        its kind will be proposed then. So it is if drafts are to be made in the ranks behind the next step."""
         self._skips = False
         count = sum(request.num_unknown > 0 for request in running)
         is_trial = self._costs is not None and self._costs.is_trial_due
@@ -136,6 +136,8 @@ class Drafting:
                 first, *behind = self._gains(request, proposed) or [0.0]
                 gains.append(behind or [first * first])
         pays = any(self._useful(gains, count, count, self._most * count, is_trial))
+        if self._run_planner and not pays:
+            pays = self._run_planner.must_wait(running, self._may_draft, self._chances)
         if pays:
             self._backoff.reset()
         return pays
