@@ -13,7 +13,8 @@
 # weights would put an end to what was recorded. ALLSPAN names the command, FLAGS stands for its flags `--device cuda`.
 # Whether results are right, tests on a GPU say:
 #
-#   pytest -m gpu tests/worker/backend/cuda/test_drafts.py tests/worker/backend/cuda/test_device_sampling.py
+#   pytest -m gpu tests/worker/backend/cuda/test_drafts.py tests/worker/backend/cuda/test_draft_models.py \
+#     tests/worker/backend/cuda/test_device_sampling.py
 set -eu
 
 # shellcheck source-path=SCRIPTDIR

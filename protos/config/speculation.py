@@ -12,9 +12,7 @@ from allspan.protos.config.settings import WorkerConfig
 from allspan.protos.model_files.json_values import parse_object, shown
 
 DRAFT_MODEL, EAGLE3, MTP = "draft_model", "eagle3", "mtp"
-FROM_TEXT = ("suffix", "ngram")
-"""The methods that draft without a model, on any device."""
-METHODS = (*FROM_TEXT, DRAFT_MODEL, EAGLE3, MTP)
+METHODS = ("suffix", "ngram", DRAFT_MODEL, EAGLE3, MTP)
 _ALIASES = {"deepseek_mtp": MTP}
 _WITH_MODEL = DRAFT_MODEL, EAGLE3
 MODEL_TOKENS = 7
@@ -112,14 +110,9 @@ def with_draft_model(text: str, find: Callable[[str], str]) -> str:
 
 def speculation_of(config: WorkerConfig) -> Speculation | None:
     """What a rank's settings ask for; None: nothing. Raises ConfigError where that cannot be had."""
-    asked, device = parse_speculation(config.scheduler.speculative_config), config.model.device
+    asked = parse_speculation(config.scheduler.speculative_config)
     if asked is None:
         return None
-    if device != "cpu" and asked.method not in (*FROM_TEXT, REPLAY):
-        raise ConfigError(
-            f"speculative_config: method is {asked.method!r}, but no model drafts on {device}: use --device cpu, or "
-            f"one of {', '.join(FROM_TEXT)}"
-        )
     if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             "speculative_config is given, but tokens are not drafted in pipelines, whose stages have other requests' "

@@ -146,13 +146,20 @@ def load_drafter(
     on_progress: Callable[[int, int], None] | None,
 ) -> LoadedDrafter | LoadedHead | None:
     """Reads this rank's weights of what drafts for `target`, if there is such a thing. Raises as `load_model` and
-    `load_head`, and ConfigError for a model whose tokens have other positions than their numbers."""
+    `load_head`, and ConfigError for a model whose tokens have other positions than their numbers, and for a head that
+    the model's kernels do not run."""
     if draft is None:
         return None
     most, backend = config.scheduler, open_backend(config.model.device, config.service.watchdog_timeout)
     tokens, logits = most.max_num_batched_tokens, most_logits_rows(most.max_num_seqs)
     own = backend.ops_beside(ops, lambda: draft.kernel_needs)
     if isinstance(draft, PreparedHead):
+        if own is not ops:  # its steps would be laid out otherwise than the model's
+            (head_dim, group), *_ = draft.kernel_needs.heads
+            raise ConfigError(
+                f"speculative_config: the head has a head size of {head_dim} and {group} query heads a KV head, which "
+                f"the kernels of the model ({ops.name}) do not run: take another method"
+            )
         limits = ModelLimits(tokens, logits, target.max_model_len, uses_cascades=False)
         model = load_head(draft, target, limits, own, collectives, backend)
     else:

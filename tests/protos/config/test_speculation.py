@@ -78,17 +78,11 @@ def test_a_layer_for_multi_token_prediction_is_asked_for_by_either_name(method: 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_pipelines_are_refused(device: str) -> None:
+@pytest.mark.parametrize("asks", ["{}", '{"model": "small"}', '{"method": "mtp"}'])
+def test_pipelines_are_refused(device: str, asks: str) -> None:
     config = WorkerConfig(
-        ModelConfig("x", "x", device=device), ServiceConfig("-"), scheduler=SchedulerConfig(speculative_config="{}")
+        ModelConfig("x", "x", device=device), ServiceConfig("-"), scheduler=SchedulerConfig(speculative_config=asks)
     )
     assert check(config) is config
     with pytest.raises(ConfigError, match="not drafted in pipelines"):
         check(replace(config, parallel=ParallelConfig(pipeline_parallel_size=2)))
-
-
-def test_models_do_not_draft_on_gpus() -> None:
-    asks = SchedulerConfig(speculative_config='{"model": "small"}')
-    config = WorkerConfig(ModelConfig("x", "x", device="cuda"), ServiceConfig("-"), scheduler=asks)
-    with pytest.raises(ConfigError, match="no model drafts on cuda: use --device cpu, or one of suffix, ngram"):
-        check(config)

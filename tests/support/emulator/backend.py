@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import pytest
+from torch import Tensor
 
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set
 from allspan.protos.config.settings import CHOICES, STEP_SIZES
 from allspan.worker.backend.cpu.backend import CpuBackend
 from allspan.worker.backend.cuda.backend import CudaBackend
+from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
+from allspan.worker.backend.cuda.step_layout import chunk_buckets
 from allspan.worker.backend.table import DEVICES
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
@@ -51,6 +56,53 @@ class EmulatedBackend(CudaBackend):
         self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
     ) -> DeviceSteps | None:
         return None
+
+
+class Again:
+    """A recording that computes the step anew, from where its inputs lie."""
+
+    def __init__(self, forward: Callable[[], Tensor], note: Callable[[], None]) -> None:
+        self._forward, self._note = forward, note
+        forward()
+
+    def replay(self) -> Tensor:
+        self._note()
+        return self._forward()
+
+
+class RecordedSteps:
+    """See `allspan.worker.step.backend.DeviceSteps`."""
+
+    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[tuple[int, bool]]) -> None:
+        """`replays` gets the tokens that replayed steps are padded to, and whether prompts go on."""
+        self._model, self._buffers, self._replays = model, buffers, replays
+
+    def drain(self) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+    def capture(self) -> None:
+        self._buffers.chunks = chunk_buckets(self._buffers.max_tokens)
+        for inputs in self._buffers.paddings():
+            note = partial(self._replays.add, (inputs.bucket, inputs.continues))
+            self._model.capture(inputs, lambda forward, others, note=note: Again(forward, note))
+
+
+class RecordingBackend(EmulatedBackend):
+    """Steps with prompts of up to 16 tokens are recorded, larger ones that are nearly full, and decodes."""
+
+    made: ClassVar[list[set[tuple[int, bool]]]] = []
+    """For each model of each rank, the tokens that replayed steps were padded to, and whether prompts go on."""
+
+    def steps(
+        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
+    ) -> DeviceSteps | None:
+        if not isinstance(inputs, DeviceBuffers):
+            return None
+        self.made.append(set())
+        return RecordedSteps(model, inputs, self.made[-1])
 
 
 def add_device(monkeypatch: pytest.MonkeyPatch, name: str = NAME, backend: type = EmulatedBackend) -> dict[str, str]:

@@ -4,32 +4,24 @@ recorded ones, and in larger ones."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.latent import expand
 from allspan.kernels.table import op_set
 from allspan.protos.config.settings import CacheConfig, ModelConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from allspan.worker.backend.cuda import step_inputs, step_layout
-from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
-from allspan.worker.backend.cuda.step_layout import chunk_buckets
-from allspan.worker.cache.tiers import HostPages
 from allspan.worker.engine.setup import LoadedEngine, load_engine
 from allspan.worker.engine.steps import step_times
 from allspan.worker.parallel.base import GroupCapabilities
 from allspan.worker.scheduler.request import Request
-from allspan.worker.step.backend import DeviceSteps
-from allspan.worker.step.inputs import InputBuffers
-from allspan.worker.step.model import DeviceModel
 from support.cores import Collected, request
 from support.drafters import Guesses, drafting
-from support.emulator.backend import EmulatedBackend, add_device
+from support.emulator.backend import RecordingBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.latent_models import save_latent
 from support.threads import FusingCollectives, ThreadWorld
@@ -49,52 +41,6 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "latents in int8": (lambda folder: save_latent(folder, "v3", **LATENTS), "int8"),
     "few heads, windows": (lambda folder: save_tiny(folder, "qwen2", **WINDOWS), "auto"),
 }
-
-
-class Again:
-    """A recording that computes the step anew, from where its inputs lie."""
-
-    def __init__(self, forward: Callable[[], Tensor], note: Callable[[], None]) -> None:
-        self._forward, self._note = forward, note
-        forward()
-
-    def replay(self) -> Tensor:
-        self._note()
-        return self._forward()
-
-
-class RecordedSteps:
-    """See `allspan.worker.step.backend.DeviceSteps`."""
-
-    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[tuple[int, bool]]) -> None:
-        """`replays` gets the tokens that replayed steps are padded to, and whether prompts go on."""
-        self._model, self._buffers, self._replays = model, buffers, replays
-
-    def drain(self) -> None:
-        pass
-
-    def trim(self) -> None:
-        pass
-
-    def capture(self) -> None:
-        self._buffers.chunks = chunk_buckets(self._buffers.max_tokens)
-        for inputs in self._buffers.paddings():
-            note = partial(self._replays.add, (inputs.bucket, inputs.continues))
-            self._model.capture(inputs, lambda forward, others, note=note: Again(forward, note))
-
-
-class RecordingBackend(EmulatedBackend):
-    """Steps with prompts of up to 16 tokens are recorded, larger ones that are nearly full, and decodes."""
-
-    made: ClassVar[list[set[tuple[int, bool]]]] = []
-    """For each rank, the tokens that replayed steps were padded to, and whether prompts go on."""
-
-    def steps(
-        self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]
-    ) -> DeviceSteps | None:
-        assert isinstance(inputs, DeviceBuffers)
-        self.made.append(set())
-        return RecordedSteps(model, inputs, self.made[-1])
 
 
 class Gpus(FusingCollectives):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from allspan.worker.backend.cuda.warmup import warm_up
 from allspan.worker.sampling.device import Sampling
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.model import DeviceModel
+from support.draft_heads import save_eagle3
 from support.emulator.backend import EmulatedBackend, add_device
 from support.emulator.driver import EmulatorDriver
 from support.tiny_models import prompt, save_tiny
@@ -49,6 +51,21 @@ def test_what_the_engine_launches_was_prepared(
         monkeypatch.setattr(emulator, "launched", [])
         generate(engine)
     assert emulator.launched
+    assert set(emulator.launched) <= set(emulator.prepared)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_drafts_launches_was_prepared(
+    method: str, model: Path, tmp_path: Path, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "driver", lambda: emulator)
+    monkeypatch.setattr(emulator, "prepared", [])
+    save_eagle3(tmp_path / "head", 97, 40, 128, 128, eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+    asks = json.dumps({"method": method, "model": str(model if method == "draft_model" else tmp_path / "head")})
+    with Engine(model, **add_device(monkeypatch), **SETTINGS, speculative_config=asks) as engine:
+        monkeypatch.setattr(emulator, "launched", [])
+        engine.generate([prompt(9, 90)], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        assert engine.statistics().drafts
     assert set(emulator.launched) <= set(emulator.prepared)
 
 
