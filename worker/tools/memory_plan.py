@@ -33,9 +33,10 @@ from allspan.worker.cache.budget import (
     pages_of,
 )
 from allspan.worker.load.attention_ranks import check_attention
-from allspan.worker.load.draft_heads import PreparedDrafter, prepare_drafter
+from allspan.worker.load.draft_heads import PreparedDrafter, PreparedHead, prepare_drafter
 from allspan.worker.load.loader import Prepared, prepare
-from allspan.worker.models.decoder import build_decoder
+from allspan.worker.models.decoder import Decoder, build_decoder
+from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import cache_groups, layer_pieces
 from allspan.worker.models.pieces import Linear
 from allspan.worker.models.shard import Place, Shard, make_shard
@@ -122,7 +123,7 @@ def plan_memory(config: WorkerConfig, num_ranks: int, available: Room, ranks_on_
     widest, widest_groups = max(page_bytes), _widest(held)
     heaviest = max(_weight_bytes(rank, draft, config) for rank, draft in zip(prepared, drafts, strict=True))
     config = settled(config)
-    step = max(step_bytes(rank, config) for rank in prepared)
+    step = max(step_bytes(rank, config, draft) for rank, draft in zip(prepared, drafts, strict=True))
     left = Room(max(0, available.available - (heaviest + step) * ranks_on_node), available.total)
     page_size, num_seqs = config.cache.page_size, config.scheduler.max_num_seqs
 
@@ -226,7 +227,7 @@ def _rank_memory(
         kv_bytes_per_page=sum(page_bytes),
         kv_bytes=sum(each * count for each, count in zip(page_bytes, pages, strict=True)),
         host_kv_bytes=sum(page_bytes) * host_pages,
-        step_bytes=step_bytes(prepared, config),
+        step_bytes=step_bytes(prepared, config, draft),
         layers=_layers(prepared),
         token_bytes=read.mean,
         busiest_token_bytes=read.busiest,
@@ -251,28 +252,50 @@ def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
     return tuple(max(group, key=lambda each: each.bytes_per_page) for group in zip(*by_rank, strict=True))
 
 
-def step_bytes(prepared: Prepared, config: WorkerConfig) -> int:
+def step_bytes(prepared: Prepared, config: WorkerConfig, draft: PreparedDrafter | None = None) -> int:
     """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
-    that layer's weight in 16 bits where it is held in fewer. The pass of steps with adapters has buffers of its own."""
+    that layer's weight in 16 bits where it is held in fewer. The pass of steps with adapters has buffers of its own, as
+    has what drafts, whose steps never run at the same time."""
     if not open_backend(config.model.device).capabilities.has_own_memory:
         return 0
-    holding, most = prepared.holding, config.scheduler
-    dtype = holding.dtype if holding.memory == "rows" else torch.float32
-    tokens = most.max_num_batched_tokens
-    capacity = {Rows.TOKENS: tokens, Rows.OWN: tokens, Rows.LOGITS: most_logits_rows(most.max_num_seqs)}
+    holding, slots = prepared.holding, adapter_slots(prepared.holding, config.adapters)
+    features = draft.spec.features if isinstance(draft, PreparedHead) else ()
+    passes = [holding] if slots is None else [holding, replace(holding, delta=slots)]
+    buffers = _buffer_bytes([build_decoder(each, features=features) for each in passes], holding, config)
+    widest = _widest_bytes(holding, _layers(prepared), config)
+    if isinstance(draft, PreparedHead):
+        kinds = (False, True) if draft.spec.reads.tells_states_apart else (False,)
+        own = [build_decoder(draft.holding, is_chained=is_chained) for is_chained in kinds]
+        buffers += _buffer_bytes(own, draft.holding, config)
+        widest = max(widest, _widest_bytes(draft.holding, (0, len(draft.spec.layers)), config))
+    elif draft is not None:
+        buffers += _buffer_bytes([build_decoder(draft.prepared.holding)], draft.prepared.holding, config)
+        widest = max(widest, _widest_bytes(draft.prepared.holding, _layers(draft.prepared), config))
+    return buffers + widest
+
+
+def _buffer_bytes(decoders: Sequence[Decoder], holding: Holding, config: WorkerConfig) -> int:
+    """What the ops of these passes write to."""
+    tokens, most = config.scheduler.max_num_batched_tokens, most_logits_rows(config.scheduler.max_num_seqs)
+    capacity = {Rows.TOKENS: tokens, Rows.OWN: tokens, Rows.LOGITS: most}
+    return sum(buffer_bytes(decoder.program, capacity, _activations(holding)) for decoder in decoders)
+
+
+def _widest_bytes(holding: Holding, layers: tuple[int, int], config: WorkerConfig) -> int:
+    """What the widest product of a step has for itself."""
     shapes = [
         (sum(shape.parts), len(shape.inputs))
-        for layer in range(*_layers(prepared))
-        for piece in layer_pieces(prepared.source.spec, layer)
+        for layer in range(*layers)
+        for piece in layer_pieces(holding.spec, layer)
         if isinstance(piece, Linear)
         for shape in [holding.shape_of(piece)]
     ]
-    is_packed = holding.quantization != "none"
-    widest = max(outputs * (most.max_num_batched_tokens + inputs * is_packed) for outputs, inputs in shapes)
-    slots = adapter_slots(holding, config.adapters)
-    passes = [holding] if slots is None else [holding, replace(holding, delta=slots)]
-    buffers = sum(buffer_bytes(build_decoder(each).program, capacity, dtype) for each in passes)
-    return buffers + widest * dtype.itemsize
+    tokens, is_packed = config.scheduler.max_num_batched_tokens, holding.quantization != "none"
+    return max(outputs * (tokens + inputs * is_packed) for outputs, inputs in shapes) * _activations(holding).itemsize
+
+
+def _activations(holding: Holding) -> torch.dtype:
+    return holding.dtype if holding.memory == "rows" else torch.float32
 
 
 def _described(spec: ModelSpec) -> dict[str, Any]:

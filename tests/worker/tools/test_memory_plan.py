@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -219,6 +220,25 @@ def test_a_draft_head_takes_its_weights_and_its_pages(tmp_path: Path) -> None:
         assert head is not None
         assert planned.weight_bytes == alone.ranks[rank].weight_bytes + head.weight_bytes
         assert planned.kv_bytes_per_page > alone.ranks[rank].kv_bytes_per_page
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_drafts_on_a_gpu_takes_what_its_steps_write_to(method: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "qwen2", hidden_size=60, num_hidden_layers=6)
+    if method == "eagle3":
+        save_eagle3(tmp_path / "draft", 97, 40)
+    else:
+        save_tiny(tmp_path / "draft", "qwen3")
+    asks = json.dumps({"method": method, "model": str(tmp_path / "draft")})
+    found = []
+    for tokens, config in itertools.product((64, 512), ("", asks)):
+        plain = config_for(tmp_path / "model")
+        model = replace(plain.model, device="cuda", dtype="bfloat16")
+        on_gpu = replace(plain, model=model, scheduler=SchedulerConfig(3, tokens, speculative_config=config))
+        found.append(plan_memory(on_gpu, 1, Room(ROOM, ROOM), 1).ranks[0].step_bytes)
+    few, few_drafted, many, many_drafted = found
+    assert few < few_drafted < 4 * few
+    assert 2 < (many_drafted - many) / (few_drafted - few) < 8.1
 
 
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
