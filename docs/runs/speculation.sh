@@ -13,8 +13,7 @@
 # weights would put an end to what was recorded. ALLSPAN names the command, FLAGS stands for its flags `--device cuda`.
 # Whether results are right, tests on a GPU say:
 #
-#   pytest -m gpu tests/worker/backend/cuda/test_drafts.py tests/worker/backend/cuda/test_draft_models.py \
-#     tests/worker/backend/cuda/test_device_sampling.py
+#   cd tests/worker/backend/cuda && pytest -m gpu test_drafts.py test_draft_models.py test_draft_heads.py test_device_sampling.py
 set -eu
 
 # shellcheck source-path=SCRIPTDIR

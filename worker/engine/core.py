@@ -99,7 +99,7 @@ class EngineCore:
         lifetimes, drafters = ([each.lifetime for each in groups if each.is_drafter is kind] for kind in (False, True))
         sizes = batch_sizes(config, length, lifetimes, row_inputs, own, drafters)
         self._batch = Batch(sizes, sampler, parts.inputs, tiers, parts.adapters)
-        depth = DEPTH if most.async_scheduling and _may_run_ahead(parts) else 1
+        depth = DEPTH if most.async_scheduling and parts.inputs.runs_ahead else 1
         runner: Runner | StageRunner = Runner(model, sampler, self._batch, self.is_leader, parts.drafter)
         lookahead = Lookahead(depth, sampler.samples_ahead)
         if pipe is not None:
@@ -303,9 +303,3 @@ class EngineCore:
         with self._changed:
             self._status.end(failure)
         self._planner.end()
-
-
-def _may_run_ahead(parts: StepParts) -> bool:
-    """Whether steps may be launched before the tokens of those before are known: a drafter that follows takes in each
-    step when they are."""
-    return parts.inputs.runs_ahead and not (parts.drafter is not None and parts.drafter.follows)

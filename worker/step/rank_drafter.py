@@ -13,6 +13,8 @@ from allspan.protos.api.sampling import SamplingParams
 from allspan.worker.cache.spec import PageLifetime
 
 if TYPE_CHECKING:  # the scheduler, which plans these runs, names no tensor
+    from torch import Tensor
+
     from allspan.worker.step.inputs import StepInputs
 
 
@@ -95,11 +97,15 @@ class RankDrafter(Protocol):
     @property
     def follows(self) -> bool:
         """Whether it takes in the tokens of every step as the model runs them, in pages that requests get and keep with
-        the model's: then `draft` is called behind each step, and what its runs say of tokens taken in says nothing.
-        Else it takes in tokens by its runs alone, in its own time."""
+        the model's: then `draft` or `follow` is called behind each step, and what its runs say of tokens taken in says
+        nothing. Else it takes in tokens by its runs alone, in its own time."""
 
     def draft(self, runs: Sequence[DraftRun], rows: DraftRows, ran: RanStep) -> Mapping[int, Drafted]:
         """Carries out the runs of a step whose tokens are known, each of another row; what has come of them by row."""
+
+    def follow(self, rows: DraftRows, ran: RanStep, tokens: Tensor | None) -> None:
+        """Takes in a step that goes on beside the host, where it `follows`. `tokens`: int32 on the device, one for each
+        of the step's first rows of logits; None: it samples nothing."""
 
     def trial(self, count: int, start: int) -> StepInputs:
         """The inputs of a step with `count` tokens of one request behind `start` others, in the first pages. For the

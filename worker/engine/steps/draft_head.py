@@ -105,6 +105,12 @@ class DraftHead:
             made = {row: tuple(target_ids[list(tokens)].tolist()) for row, tokens in made.items()}
         return {run.row: Drafted(int(rows.num_tokens[run.row]), made.get(run.row, ())) for run in runs}
 
+    def follow(self, rows: DraftRows, ran: RanStep, tokens: Tensor | None) -> None:
+        inputs = self._followed(rows, ran, np.zeros(0, dtype=np.int64))
+        if tokens is not None:
+            inputs.ids.index_copy_(0, ran.inputs.logits_rows[: len(tokens)].long(), tokens)
+        self.model.forward(inputs)
+
     def trial(self, count: int, start: int) -> StepInputs:
         row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
         requests = each_token(row, counts, starts) if self.buffers.splits_drafts else (row, counts, starts)
@@ -122,6 +128,8 @@ class DraftHead:
         features = self._target.features(len(ids))
         if self.buffers.splits_drafts:  # its steps are padded, at addresses of their own
             inputs = self._fill(rows.tables[-1:], (ran.rows, ran.counts, ran.starts), ids, wanted)
+            if not len(wanted):  # op by op, without those that make logits, which what is recorded has
+                inputs = replace(inputs, bucket=0, logits_rows=inputs.logits_rows[:0])
             return replace(inputs, features=features)
         return replace(
             ran.inputs.of_group(self._place.group),

@@ -95,6 +95,9 @@ class DraftModel:
             self._ahead[run.row] = _Ahead(rows.leaves.count, found[run.row], made.get(run.row, ())[:-1])
         return {row: Drafted(num_tokens, made.get(row, ())) for row, num_tokens in found.items()}
 
+    def follow(self, rows: DraftRows, ran: RanStep, tokens: Tensor | None) -> None:
+        """Does nothing: its runs say what it takes in."""
+
     def trial(self, count: int, start: int) -> StepInputs:
         row, counts, starts = (np.full(1, value, dtype=np.int64) for value in (0, count, start))
         requests = each_token(row, counts, starts) if self.buffers.splits_drafts else (row, counts, starts)

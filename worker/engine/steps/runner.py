@@ -35,6 +35,8 @@ class _Flight:
     """The hidden states that its rows ask for."""
     pooled: Tensor | None
     """The hidden states that rows with pooling are made of."""
+    drafts: bool
+    """The drafter has its turn when the step lands."""
 
 
 class Runner:
@@ -75,7 +77,7 @@ class Runner:
         """Whether all ranks sample the newest step in flight together, or draft behind it: no other one is launched
         before that is done."""
         newest = self._flights[-1]
-        return bool(newest.plan.draft_runs) or (newest.launched is not None and self._sampler.takes_all_ranks)
+        return newest.drafts or (newest.launched is not None and self._sampler.takes_all_ranks)
 
     def run(self, plan: StepPlan, inbox: Inbox, operate: Operate) -> StepResult:
         """One plan: the state that it changes, its operation, its tokens, and what is drafted behind these."""
@@ -83,7 +85,7 @@ class Runner:
         if plan.operation is not Operation.NONE:
             operate(plan)
         result = self._verified(step)
-        return self._drafted(plan, step, result)
+        return self._drafted(plan, step, result) if self._drafts_behind(plan, step) else result
 
     def _verified(self, step: BatchStep) -> StepResult:
         """The step's tokens."""
@@ -121,7 +123,8 @@ class Runner:
             if len(wanted.rows):
                 logits = logits[: len(wanted.rows)] if step.pooled is not None else logits
                 launched = self._sampler.launch(logits, wanted.rows, wanted.positions, wanted.targets)
-        self._flights.append(_Flight(plan, step, launched, hidden, pooled))
+        drafts = self._drafts_behind(plan, step) and not self._follow(plan, step, launched)
+        self._flights.append(_Flight(plan, step, launched, hidden, pooled, drafts))
 
     def land(self) -> StepResult:
         """Waits for the oldest step in flight, if it samples or pools, and drafts behind it, if that is asked for: then
@@ -133,13 +136,23 @@ class Runner:
         sampled = flight.launched.result()
         self.model_s += time.perf_counter() - before
         result = self._batch.commit(flight.step, sampled, flight.hidden, self._on_host(flight.pooled))
-        return self._drafted(flight.plan, flight.step, result)
+        return self._drafted(flight.plan, flight.step, result) if flight.drafts else result
+
+    def _drafts_behind(self, plan: StepPlan, step: BatchStep) -> bool:
+        """Whether the drafter has something to do behind a step."""
+        return step.ran is not None and bool(plan.draft_runs or (self._drafter and self._drafter.follows))
+
+    def _follow(self, plan: StepPlan, step: BatchStep, launched: Launched | None) -> bool:
+        """Has the drafter take a step in while it goes on; returns False where its tokens must be known for that."""
+        is_ahead = launched is None or (self._sampler.keeps_tokens and step.logits.targets is None)
+        if plan.draft_runs or self._drafter is None or step.ran is None or not is_ahead:
+            return False
+        self._drafter.follow(self._batch.rows, step.ran, launched.tokens if launched else None)
+        return True
 
     def _drafted(self, plan: StepPlan, step: BatchStep, result: StepResult) -> StepResult:
         """The result of a step, with what the drafter has made of the rows behind it."""
-        if step.ran is None or not (plan.draft_runs or (self._drafter and self._drafter.follows)):
-            return result
-        if self._drafter is None:
+        if self._drafter is None or step.ran is None:
             raise InternalError(f"step {plan.step} has rows drafted for, this rank has no drafter")
         before = time.perf_counter()
         drafted = self._drafter.draft(plan.draft_runs, self._batch.rows, step.ran)

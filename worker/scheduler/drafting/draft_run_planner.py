@@ -111,6 +111,8 @@ class DraftRunPlanner:
 
     def must_wait(self, running: Sequence[Request], verifies: Callable[[Request], bool], chances: Chances) -> bool:
         """Whether drafts would be asked for behind the next step, were it planned when the steps in flight are over."""
+        for request in running if self._follows else ():
+            request.num_drafted = request.num_computed
         found = (self._candidate(each, 2, verifies, chances) for each in running if each.num_unknown)
         candidates = [candidate for candidate in found if candidate]
         if self._costs is None or not candidates:
