@@ -14,6 +14,7 @@ from allspan.worker.engine.batch.rows import Longs, RowStates
 from allspan.worker.scheduler.plan import StepPlan
 from allspan.worker.step.buffer_sizes import BatchSizes
 from allspan.worker.step.inputs import InputBuffers
+from allspan.worker.step.rank_drafter import RanStep
 
 
 class LoneRow:
@@ -41,8 +42,11 @@ class LoneRow:
         """The plan's step, and the run of decodes that begins with it."""
         rows, (run,) = self._rows, plan.runs
         values, logits = self._values(plan.step, run.row, run.num_tokens)
-        step = BatchStep(plan.step, buffers.fill(values), logits, rows.leaves.count)
-        step.drafted, step.rows = tuple(row for row, _ in plan.drafts), np.asarray([run.row])
+        inputs = buffers.fill(values)
+        step = BatchStep(plan.step, inputs, logits, rows.leaves.count)
+        step.drafted = tuple(row for row, _ in plan.drafts)
+        ran = np.array([[run.row], [run.num_tokens], [rows.num_computed[run.row]]])
+        step.ran = RanStep(inputs, *ran)
         rows.num_computed[run.row] += run.num_tokens
         rows.num_tokens[run.row] += len(logits.rows) > 0
         if run.num_tokens > 1 or not len(logits.rows):
