@@ -10,7 +10,6 @@ from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
 if TYPE_CHECKING:
-    from allspan.kernels.adapter_ops import AdapterWeights
     from allspan.kernels.ops import Routing
 
 T = TypeVar("T")
@@ -90,15 +89,3 @@ class FusedOps(Protocol):
         """`packed_linear` or what else the epilogue says, with what `expert_linear` and `add_adapters` make of x added
         before the activation. room [n, N], in the type of activations, holds anything afterwards; it is there where the
         epilogue is an activation. See `with_fused_adapters` of allspan.worker.program.fused."""
-
-    def expanded_linear(
-        self,
-        x: Tensor,
-        low: Tensor,
-        weights: AdapterWeights[Tensor],
-        routing: Routing[Tensor],
-        base: BaseProduct[Tensor],
-        out: Tensor,
-    ) -> None:
-        """`packed_linear` or what else the epilogue says, with what `add_adapters` makes of low added before bias and
-        epilogue. See `with_expanded_products` of allspan.worker.program.fused."""

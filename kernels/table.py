@@ -78,7 +78,7 @@ REFERENCE = {
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
     **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
-    **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear", "expanded_linear")},
+    **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear")},
 }
 
 _COMPILED = (
@@ -89,11 +89,11 @@ _COMPILED = (
     *EXPERT_OPS,
     *LATENT_OPS,
     *ADAPTER_OPS,
-    "expanded_linear",
+    "adapted_linear",
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
 CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no decode of a CPU has them
-CPU |= {op: REFERENCE[op] for op in ("norm_route", "adapted_linear")}  # programs of CPUs are not changed for these
+CPU |= {op: REFERENCE[op] for op in ("norm_route",)}  # programs of CPUs are not changed for it
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -127,7 +127,6 @@ CUDA = {
     "embed_adapters": "allspan.kernels.cuda.adapters.embed:embed_adapters",
     "add_adapters": "allspan.kernels.cuda.adapters.expand:add_adapters",
     "adapted_linear": "allspan.kernels.cuda.adapters.adapted_linear:adapted_linear",
-    "expanded_linear": REFERENCE["expanded_linear"],  # programs of GPUs are not changed for it
     "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
     "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},

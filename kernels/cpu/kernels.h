@@ -105,6 +105,21 @@ struct AdapterTile {
   int64_t count;
 };
 
+constexpr int64_t kAdapterPanels = 4;     // most of an AdapterSums
+constexpr int64_t kAdapterFeatures = 16;  // of one of them
+
+// Some neighbouring rows of one adapter, and neighbouring panels of a product's sums.
+struct AdapterSums {
+  Type type;           // kFloat32 or kBfloat16
+  int64_t rows, rank;  // the rank is the same for all panels
+  int64_t panels;
+  const float* x[kAdapterPanels];  // of the first row, for each panel: what the columns of its part are made of
+  int64_t x_stride;
+  const void* weights[kAdapterPanels];  // [rank, kAdapterColumns], from the panel's first column on
+  float* sums;                          // [rows, panels · kAdapterFeatures], rows `stride` apart
+  int64_t stride;
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end);
@@ -132,6 +147,8 @@ struct Kernels {
   void (*finish)(const TileArgs& tile);
   // out[row] += x[row] · panel, the sum over the rank in its order.
   void (*add_adapter)(const AdapterTile& tile);
+  // The same for sums of a layer's product, all columns of their panels: those that the layer has not are nobody's.
+  void (*add_adapter_sums)(const AdapterSums& sums);
 };
 
 // What attention keeps of a (query, head) row: sums of its values, and per lane two sums of weights; the highest score.

@@ -59,21 +59,9 @@ def adapted_linear(
     """See `FusedOps.adapted_linear`."""
     low = torch.zeros(len(x), 1, adapters.spec.features, device=x.device)
     expert_linear(x, adapters.a, None, adapters.spec, 0, routing, low)
-    expanded_linear(x, low[:, 0], AdapterWeights(*adapters[2:]), routing, base, out)
-
-
-def expanded_linear(
-    x: Tensor,
-    low: Tensor,
-    weights: AdapterWeights[Tensor],
-    routing: Routing[Tensor],
-    base: BaseProduct[Tensor],
-    out: Tensor,
-) -> None:
-    """See `FusedOps.expanded_linear`."""
     weight, bias, spec, epilogue = base
     product = out if epilogue in ("store", "add") else torch.empty(len(x), spec.features, device=x.device)
     (packed_linear_add if epilogue == "add" else packed_linear)(x, weight, bias, spec, 0, product)
-    add_adapters(low, weights, routing, product)
+    add_adapters(low[:, 0], AdapterWeights(*adapters[2:]), routing, product)
     if product is not out:
         gated_mul(product, epilogue, out)

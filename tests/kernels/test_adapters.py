@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.fused_ops import BaseProduct
+from allspan.kernels.adapter_ops import AdapterWeights
+from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
 from allspan.kernels.packed_spec import PackedSpec
+from allspan.kernels.packer import Packer, Target
 from allspan.kernels.reference.elementwise import gated
 from allspan.kernels.table import op_set
 from support.adapter_cases import (
@@ -82,44 +87,125 @@ def test_products_of_parts_are_added_in_rows_with_adapters_alone(
     torch.testing.assert_close(out.double(), added(x, weights, adapters, before), rtol=1e-5, atol=1e-5)
 
 
-EXPANDED = [
-    ("bf16", "bf16", (70, 16, 129), 16, False, "store"),
-    ("f32", "f32", (40,), 8, False, "add"),
-    ("channel8", "a8", (72, 72), 17, True, "silu"),
-    ("group4", "a8", (33, 33), 16, True, "clamped_swiglu"),
-    ("bf16", "bf16", (0, 48), 1, False, "store"),
+INPUTS = 128
+
+
+def matrices(features: int, kind: str) -> tuple[PackedSpec, Tensor, Tensor]:
+    """First matrices of all adapters, [places, features, inputs], how they are packed, and packed."""
+    spec = PackedSpec(kind, kind, (features,), INPUTS)
+    generator = torch.Generator().manual_seed(features)
+    plain = torch.randn(PLACES, features, INPUTS, generator=generator).to({"bf16": torch.bfloat16}.get(kind))
+    packed = torch.empty(PLACES, *spec.shape, dtype=torch.uint8)
+    for values, panels in zip(plain, packed, strict=True):
+        Packer().floats(values, Target(spec, 0, 0, panels))
+    return spec, plain, packed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer and its adapters."""
+
+    base: BaseProduct[Tensor]
+    adapters: AdapterMatrices[Tensor]
+    plain: Tensor
+    """The first matrices."""
+
+    @property
+    def weights(self) -> AdapterWeights[Tensor]:
+        return AdapterWeights(*self.adapters[2:])
+
+    def run(self, backend: str, x: Tensor, adapters: Tensor, out: Tensor) -> Tensor:
+        room = torch.full((len(x), self.base.spec.features), torch.nan)
+        op_set(backend, 2).adapted_linear(x, self.adapters, routed(backend, adapters), self.base, room, out)
+        return out
+
+    def expected(self, backend: str, x: Tensor, adapters: Tensor, out: Tensor) -> Tensor:
+        """The same of the layer's own product, in float64."""
+        weight, bias, spec, epilogue = self.base
+        product = torch.zeros(len(x), spec.features)
+        op_set(backend, 2).packed_linear(x, weight, bias, spec, 0, product)
+        own = self.plain[adapters.clamp(min=0).long()].double()
+        low = torch.einsum("rfk,rk->rf", own, x.to(self.plain.dtype).double())
+        found = added(low, self.weights, adapters, product if epilogue != "add" else product + out)
+        first = spec.parts[0]
+        return found if epilogue in ("store", "add") else gated(found[:, :first], epilogue, found[:, first:])
+
+
+def layer_of(case: Case) -> Layer:
+    group = 64 if case.format == "group4" else 0
+    spec = PackedSpec(case.format, case.activation, case.parts, INPUTS, group=group, interleaved=case.interleaved)
+    dtype = torch.float32 if case.format == "f32" else torch.bfloat16
+    own, plain, packed = matrices(len(case.parts) * case.rank, "f32" if dtype is torch.float32 else "bf16")
+    bias = torch.randn(spec.features, generator=torch.Generator().manual_seed(case.rank))
+    base = BaseProduct(random_weight(spec), bias, spec, case.epilogue)
+    return Layer(base, AdapterMatrices(packed, own, *weights_of(case.parts, case.rank, dtype)), plain)
+
+
+class Case(NamedTuple):
+    format: str
+    activation: str
+    parts: tuple[int, ...]
+    rank: int
+    interleaved: bool
+    epilogue: str
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return sum(self.parts) if self.epilogue in ("store", "add") else self.parts[0]
+
+
+LAYERS = [
+    Case("bf16", "bf16", (70, 16, 129), 16, False, "store"),
+    Case("f32", "f32", (40,), 8, False, "add"),
+    Case("channel8", "a8", (72, 72), 17, True, "silu"),
+    Case("group4", "a8", (33, 33), 16, True, "clamped_swiglu"),
+    Case("bf16", "bf16", (48, 48), 40, False, "gelu_tanh"),
+    Case("bf16", "bf16", (0, 48), 1, False, "store"),
 ]
 
 
-@pytest.mark.parametrize(("name", "activation", "parts", "rank", "interleaved", "epilogue"), EXPANDED)
+@pytest.mark.parametrize("case", LAYERS)
 @pytest.mark.parametrize("rows", [1, 3, 150])
 @pytest.mark.parametrize("backend", VARIANTS)
-def test_what_adapters_add_goes_through_the_products_epilogue(
-    backend: str,
-    rows: int,
-    name: str,
-    activation: str,
-    parts: tuple[int, ...],
-    rank: int,
-    interleaved: bool,
-    epilogue: str,
-) -> None:
-    group = 64 if name == "group4" else 0
-    spec = PackedSpec(name, activation, parts, 128, group=group, interleaved=interleaved)
-    adapters, weights = of_rows(rows, rows), weights_of(parts, rank, torch.bfloat16)
-    low, generator = low_of(rows, weights, adapters), torch.Generator().manual_seed(rows)
-    x, bias = torch.randn(rows, 128, generator=generator), torch.randn(sum(parts), generator=generator)
-    weight, ops = random_weight(spec), op_set(backend, 2)
-    product, out = torch.zeros(rows, sum(parts)), torch.ones(rows, parts[0] if interleaved else sum(parts))
-    ops.packed_linear(x, weight, bias, spec, 0, product)
-    expected = added(low, weights, adapters, product if epilogue != "add" else product + out)
-    if interleaved:
-        expected = gated(expected[:, : parts[0]], epilogue, expected[:, parts[0] :])
-    plain, base = out.clone(), BaseProduct(weight, bias, spec, epilogue)
-    ops.expanded_linear(x, low, weights, routed(backend, adapters), base, out)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
-    ops.expanded_linear(x, low, weights, routed(backend, torch.full_like(adapters, -1)), base, plain)
+def test_what_adapters_add_goes_through_the_products_epilogue(backend: str, rows: int, case: Case) -> None:
+    layer, adapters = layer_of(case), of_rows(rows, rows)
+    x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(rows)) / INPUTS**0.5
+    before = torch.ones(rows, case.width)
+    out = layer.run(backend, x, adapters, before.clone())
+    torch.testing.assert_close(out.double(), layer.expected(backend, x, adapters, before), rtol=1e-4, atol=1e-4)
+    plain = layer.run(backend, x, torch.full_like(adapters, -1), before.clone())
     assert torch.equal(out[adapters < 0], plain[adapters < 0])
+
+
+@pytest.mark.parametrize("case", LAYERS[:4])
+@pytest.mark.parametrize("backend", CPU_VARIANTS)
+def test_a_layers_row_has_the_same_bits_alone_and_among_others(backend: str, case: Case) -> None:
+    layer, adapters, x = layer_of(case), of_rows(60, 2), torch.randn(60, INPUTS)
+    together = layer.run(backend, x, adapters, torch.ones(60, case.width))
+    in_order = adapters.argsort()  # those of one adapter lie together
+    assert torch.equal(
+        together[in_order], layer.run(backend, x[in_order], adapters[in_order], torch.ones(60, case.width))
+    )
+    for row in range(0, 60, 7):
+        own = slice(row, row + 1)
+        alone = layer.run(backend, x[own], adapters[own].clone(), torch.ones(1, case.width))
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("backend", CPU_VARIANTS)
+def test_matrices_that_are_not_the_layers_are_refused(backend: str) -> None:
+    layer, adapters, x = layer_of(LAYERS[0]), of_rows(3), torch.zeros(3, INPUTS)
+    given, out = layer.adapters, torch.zeros(3, 215)
+    moved = given.ends.clone()
+    moved[0] -= 1
+    for bad, words in (
+        (given._replace(a=given.a[:, :1].contiguous()), "a"),
+        (given._replace(spec=replace(given.spec, inputs=INPUTS - 2)), "x"),
+        (given._replace(ends=moved), "ends"),
+    ):
+        with pytest.raises(ValueError, match=f"adapted_linear: {words}"):
+            replace(layer, adapters=bad).run(backend, x, adapters, out)
 
 
 @pytest.mark.parametrize("backend", CPU_VARIANTS)

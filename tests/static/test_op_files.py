@@ -36,7 +36,7 @@ def test_an_op_is_where_the_page_says(op: str) -> None:
         stem = {
             **dict.fromkeys(("add_rms_norm", "head_norm"), "rms_norm"),
             "gather_rows": "embedding",
-            "expanded_linear": "packed_linear",
+            "adapted_linear": "packed_linear",
             **dict.fromkeys(("expert_linear", "expert_gated_linear"), "expert_product"),
         }.get(op, op)
         names = "packed_linear" if op.startswith("packed_") and op != "packed_embedding" else stem

@@ -22,7 +22,6 @@ from allspan.worker.models.step_meta import MetaContext
 from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.fused import (
-    with_expanded_products,
     with_fused_adapters,
     with_fused_routers,
     with_fused_sums,
@@ -185,8 +184,6 @@ class Passes:
             program = with_fused_routers(program)
         if "adapted_linear" not in self._ops.reference_ops:
             program = with_fused_adapters(program)
-        if "expanded_linear" not in self._ops.reference_ops:
-            program = with_expanded_products(program)
         return with_whole_logits(program, self._own_widths) if self._gathers else program
 
 

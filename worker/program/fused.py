@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -45,23 +44,13 @@ def with_fused_routers(program: Program) -> Program:
 
 def with_fused_adapters(program: Program) -> Program:
     """A layer's product, what adapters add to it, and the activation behind both are one op."""
-    return _with_adapter_ops(program, _adapted, _activated)
-
-
-def _with_adapter_ops(
-    program: Program,
-    fuse_product: Callable[[Op, Op, Op], tuple[Op, ...]],
-    fuse_activation: Callable[[Op, Op], tuple[Op, ...]],
-) -> Program:
-    """The program with each layer's first product of adapters, own product and `add_adapters` fused, and then what
-    that gives with the activation behind it."""
     ops: list[Op] = []
     for op in program.ops:
         ops.append(op)
         if op.name == "add_adapters" and len(ops) > 2:
-            ops[-3:] = fuse_product(*ops[-3:])
+            ops[-3:] = _adapted(*ops[-3:])
         elif op.name == "gated_mul" and len(ops) > 1:
-            ops[-2:] = fuse_activation(*ops[-2:])
+            ops[-2:] = _activated(*ops[-2:])
     return replace(program, ops=tuple(ops))
 
 
@@ -90,33 +79,6 @@ def _activated(layer: Op, activation: Op) -> tuple[Op, ...]:
     x, adapters, routing, base, *_ = cast(_Values, layer.arguments)
     base = base._replace(epilogue=name)
     return (replace(layer, arguments=(x, adapters, routing, base, product, out)),)
-
-
-def with_expanded_products(program: Program) -> Program:
-    """A layer's product, what the second matrices of adapters add to it, and the activation behind both are one op."""
-    return _with_adapter_ops(program, _expanded, _gated)
-
-
-def _expanded(first: Op, product: Op, second: Op) -> tuple[Op, ...]:
-    """The first product and `expanded_linear`, or these as they are."""
-    is_whole = first.name == "expert_linear" and product.arguments[-1] == second.arguments[-1]
-    if not is_whole or product.name not in _EPILOGUES:
-        return first, product, second
-    x, weight, bias, spec, _, out = cast(_Values, product.arguments)
-    low, weights, routing, _ = cast(_Values, second.arguments)
-    base = BaseProduct(weight, bias, spec, _EPILOGUES[product.name])
-    return first, replace(second, name="expanded_linear", arguments=(x, low, weights, routing, base, out))
-
-
-def _gated(layer: Op, activation: Op) -> tuple[Op, ...]:
-    """`expanded_linear` with the activation, or these as they are."""
-    product, name, out = cast(_Values, activation.arguments)
-    if layer.name != "expanded_linear" or layer.arguments[-1] != product:
-        return layer, activation
-    *values, base, _ = cast(_Values, layer.arguments)
-    if not base.spec.interleaved:
-        return layer, activation
-    return (replace(layer, arguments=(*values, base._replace(epilogue=name), out)),)
 
 
 def with_whole_logits(program: Program, widths: tuple[int, ...]) -> Program:

@@ -35,22 +35,13 @@ Task embed_adapters_op(Runtime& runtime, OpArguments& args) {
           }};
 }
 
-// x, (panels, ranks, ends), (places, weights, slots, starts), out.
-Task add_adapters_op(Runtime& runtime, OpArguments& args) {
-  AdapterArgs add = take_adapters(runtime, args, 0, 1, 4);
-  add.out = args.floats(args.at(8), "out", {add.rows, add.ends[add.parts - 1]}).floats();
-  return {add.rows, [add](Worker& worker, int64_t) { add_adapters(worker, add); }};
-}
-
-}  // namespace
-
-AdapterArgs take_adapters(Runtime& runtime, OpArguments& args, int x_at, int weights_at, int routing_at) {
+// The second matrices of adapters, (panels, ranks, ends) from `weights_at` on, for `rows` rows; x and out are null.
+AdapterArgs take_second(Runtime& runtime, OpArguments& args, int weights_at, int routing_at, int64_t rows) {
   const Tensor panels = args.weights(args.at(weights_at), "panels", {kAny, kAny, kAny, kAdapterColumns});
   const int64_t places = panels.shape[0], rank = panels.shape[2];
   const Tensor ranks = args.ints(args.at(weights_at + 1), "ranks", {places, kAny});
   const int64_t parts = ranks.shape[1];
   const Tensor ends = args.ints(args.at(weights_at + 2), "ends", {parts});
-  const Tensor x = args.floats(args.at(x_at), "x", {kAny, parts * rank});
   args.require(parts > 0, "there are no parts");
   int64_t end = 0, count = 0;
   for (int64_t part = 0; part < parts; ++part) {
@@ -61,17 +52,38 @@ AdapterArgs take_adapters(Runtime& runtime, OpArguments& args, int x_at, int wei
   args.require(count == panels.shape[1], "panels are not as many as ends says");
   args.within(ranks.ints(), places * parts, "ranks", rank + 1);
   return {&runtime.kernels(),
-          x.floats(),
+          nullptr,
           static_cast<const char*>(panels.data),
           panels.type(),
           ranks.ints(),
           ends.ints(),
-          x.shape[0],
+          rows,
           parts,
           count,
           rank,
-          take_routing(args, routing_at, x.shape[0], 1, places),
+          take_routing(args, routing_at, rows, 1, places),
           nullptr};
+}
+// x, (panels, ranks, ends), (places, weights, slots, starts), out.
+Task add_adapters_op(Runtime& runtime, OpArguments& args) {
+  const int64_t rows = args.floats(args.at(0), "x", {kAny, kAny}).shape[0];
+  AdapterArgs add = take_second(runtime, args, 1, 4, rows);
+  add.x = args.floats(args.at(0), "x", {rows, add.parts * add.rank}).floats();
+  add.out = args.floats(args.at(8), "out", {rows, add.ends[add.parts - 1]}).floats();
+  return {rows, [add](Worker& worker, int64_t) { add_adapters(worker, add); }};
+}
+
+}  // namespace
+
+LayerAdapters take_layer_adapters(Runtime& runtime, OpArguments& args, int x_at, int weights_at, int routing_at) {
+  const PackedSpec spec = args.spec(weights_at + 1);
+  const int64_t rows = args.floats(args.at(x_at), "x", {kAny, spec.inputs}).shape[0];
+  const AdapterArgs second = take_second(runtime, args, weights_at + 2, routing_at, rows);
+  const int64_t places = second.routing.num_places;
+  const Tensor first = args.bytes(args.at(weights_at), "a", {places, spec.panels, spec.panel_bytes});
+  args.require(spec.parts.size() == 1 && spec.features == second.parts * second.rank && spec.format <= Format::kBf16,
+               "a has not a feature for each rank of each part, in float32 or bfloat16");
+  return {second, spec, &linear_kernels(runtime.isa(), spec), static_cast<const uint8_t*>(first.data), {}};
 }
 
 std::vector<OpRow> adapter_ops() {

@@ -6,7 +6,8 @@
 
 namespace allspan {
 
-// x, (panels, ranks, ends) from `weights_at` on and the routing from `routing_at` on; `out` is null.
-AdapterArgs take_adapters(Runtime& runtime, OpArguments& args, int x_at, int weights_at, int routing_at);
+// (first matrices, their spec, panels, ranks, ends) from `weights_at` on and the routing from `routing_at` on, for the
+// rows of x; without `columns`.
+LayerAdapters take_layer_adapters(Runtime& runtime, OpArguments& args, int x_at, int weights_at, int routing_at);
 
 }  // namespace allspan

@@ -55,32 +55,43 @@ Task packed_product(Runtime& runtime, OpArguments& args, Epilogue epilogue) {
           [spec, weight = product.weight](Worker& worker) { expect_packed(worker, *spec, weight); }};
 }
 
-// x, low, (panels, ranks, ends), routing, (weight, bias, spec, epilogue), out.
-Task expanded_linear(Runtime& runtime, OpArguments& args) {
+// x, (first matrices, spec, panels, ranks, ends), routing, (weight, bias, spec, epilogue), room, out.
+Task adapted_linear(Runtime& runtime, OpArguments& args) {
   struct Held {
     PackedSpec spec;
-    AdapterArgs adapters;
-    std::vector<AdapterColumns> columns;
+    LayerAdapters adapters;
   };
-  const auto held = std::make_shared<Held>(Held{args.spec(11), take_adapters(runtime, args, 1, 2, 5), {}});
-  const int64_t rows = args.floats(args.at(0), "x", {kAny, held->spec.inputs}).shape[0];
-  args.require(held->adapters.rows == rows, "low has not the rows of x");
+  const auto held = std::make_shared<Held>(Held{args.spec(12), take_layer_adapters(runtime, args, 0, 1, 6)});
+  const PackedSpec& spec = held->spec;
+  LayerAdapters& adapters = held->adapters;
+  args.require(adapters.spec.inputs == spec.inputs, "the first matrices have not the weight's inputs");
   int64_t end = 0;
-  args.require(held->adapters.parts == static_cast<int64_t>(held->spec.parts.size()),
-               "ends has not the weight's parts");
-  for (int64_t part = 0; part < held->adapters.parts; ++part)
-    args.require(held->adapters.ends[part] == (end += held->spec.parts[part]), "ends has not the weight's parts");
-  held->columns = adapter_columns_of(held->spec);
-  const std::string name = nb::cast<std::string>(args.at(12));
+  args.require(adapters.second.parts == static_cast<int64_t>(spec.parts.size()), "ends has not the weight's parts");
+  for (int64_t part = 0; part < adapters.second.parts; ++part)
+    args.require(adapters.second.ends[part] == (end += spec.parts[part]), "ends has not the weight's parts");
+  adapters.columns = adapter_columns_of(spec);
+  const std::string name = nb::cast<std::string>(args.at(13));
   const Epilogue epilogue = name == "store" ? Epilogue::kStore
                             : name == "add" ? Epilogue::kAdd
-                                            : gated_epilogue(args, 12);
-  const PackedLinearArgs product = take_product(runtime, args, held->spec, 9, 13, 0, epilogue);
+                                            : gated_epilogue(args, 13);
+  // The activation of parts that lie one behind the other comes when both are there.
+  const bool is_apart = is_gated(epilogue) && !spec.interleaved;
+  const PackedLinearArgs product =
+      take_product(runtime, args, spec, 10, is_apart ? 14 : 15, 0, is_apart ? Epilogue::kStore : epilogue);
+  const int64_t rows = args.floats(args.at(0), "x", {kAny, spec.inputs}).shape[0];
+  const int64_t width = is_apart ? spec.features / 2 : 0;
+  args.require(!is_apart || 2 * width == spec.features, "a gated product has two parts");
+  float* const out = is_apart ? args.floats(args.at(15), "out", {rows, width}).floats() : nullptr;
+  const Kernels& kernels = runtime.kernels();
   return {rows,
-          [product, held](Worker& worker, int64_t rows) {
+          [=, &kernels](Worker& worker, int64_t count) {
             PackedLinearArgs own = product;
-            own.spec = &held->spec, own.adapters = &held->adapters, own.adapter_columns = held->columns.data();
-            packed_linear(worker, own, rows);
+            own.spec = &held->spec, own.adapters = &held->adapters;
+            packed_linear(worker, own, count);
+            if (is_apart)
+              worker.split(count, rows_per_part(width), [&](int64_t begin, int64_t end) {
+                kernels.gated_mul(own.out + begin * own.out_stride, epilogue, out + begin * width, end - begin, width);
+              });
           },
           [held, weight = product.weight](Worker& worker) { expect_packed(worker, held->spec, weight); }};
 }
@@ -113,7 +124,7 @@ std::vector<OpRow> linear_ops() {
       {"packed_linear", 6, packed_linear_op},
       {"packed_linear_add", 6, packed_linear_add},
       {"packed_gated_linear", 7, packed_gated_linear},
-      {"expanded_linear", 14, expanded_linear},
+      {"adapted_linear", 16, adapted_linear},
       {"packed_embedding", 5, packed_embedding_op},
   };
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace allspan {
 namespace {
@@ -28,6 +29,48 @@ void for_stretches(const PackedLinearArgs& a, int64_t panel, int64_t panels, Bod
   }
 }
 
+// A product's rows of x as its kernels take them, and as those of the first matrices of adapters do: the same, where
+// their weights are of one type.
+struct PackedRows {
+  char* rows = nullptr;
+  char* low_rows = nullptr;
+  int64_t low_row_bytes = 0;
+  char* room = nullptr;  // of a thread, for shrink()
+  float* low = nullptr;  // what it makes, [rows, adapters.width()]
+};
+
+// Of few rows each thread packs all for itself.
+PackedRows pack(Worker& worker, const PackedLinearArgs& a, const LayerAdapters* adapters, int64_t rows) {
+  const LinearKernels &kernels = *a.kernels, *first = adapters ? adapters->kernels : nullptr;
+  const int64_t row_bytes = kernels.row_bytes(*a.spec);
+  PackedRows packed;
+  if (adapters) packed.low_row_bytes = first->row_bytes(adapters->spec);
+  const bool is_same = adapters && first->pack_row == kernels.pack_row && packed.low_row_bytes == row_bytes &&
+                       a.spec->k_offset == adapters->spec.k_offset && a.spec->depth() == adapters->spec.depth();
+  const bool is_shared = rows > kAlone;
+  const int64_t bytes = rows * row_bytes, more = is_same || !adapters ? 0 : rows * packed.low_row_bytes;
+  const int64_t room = is_shared && adapters ? std::min(rows, kMostTile) * packed.low_row_bytes : 0;
+  const int64_t low = adapters ? (rows * adapters->width() * sizeof(float) + 63) / 64 * 64 : 0;
+  char* const own = static_cast<char*>(worker.scratch(is_shared ? room : bytes + more));
+  char* const common = static_cast<char*>(worker.shared(low + (is_shared ? bytes + more : 0)));
+  packed.low = reinterpret_cast<float*>(common);
+  packed.room = own;
+  packed.rows = is_shared ? common + low : own;
+  packed.low_rows = is_same ? packed.rows : packed.rows + bytes;
+  const auto put = [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      kernels.pack_row(*a.spec, a.x + row * a.x_stride, packed.rows + row * row_bytes);
+      if (more > 0)
+        first->pack_row(adapters->spec, a.x + row * a.x_stride, packed.low_rows + row * packed.low_row_bytes);
+    }
+  };
+  if (is_shared)
+    worker.split(rows, 1, put);
+  else
+    put(0, rows);
+  return packed;
+}
+
 // Asks for the lines of out that a tile goes to.
 void fetch(const PackedLinearArgs& a, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
   constexpr int64_t kLineFloats = 16;
@@ -35,19 +78,6 @@ void fetch(const PackedLinearArgs& a, int64_t row, int64_t rows, int64_t panel, 
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < width; c += kLineFloats)
       __builtin_prefetch(a.out + (row + r) * a.out_stride + first + c, 1);
-}
-
-// Adds to the sums of a tile what its rows' adapters have for these columns.
-void add_adapters_to(const PackedLinearArgs& a, float* sums, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-  for (int64_t p = 0, next; p < panels; p = next) {
-    AdapterColumns columns = a.adapter_columns[panel + p];
-    for (next = p + 1; next < panels; ++next) {
-      const AdapterColumns& more = a.adapter_columns[panel + next];
-      if (more.part != columns.part || more.panel != columns.panel || columns.count % kFeatures) break;
-      columns.count += more.count;
-    }
-    add_adapters_to(*a.adapters, columns, row, rows, sums + p * kFeatures, kTileStride);
-  }
 }
 
 // The sums of a tile of `rows` rows and `panels` panels, from `panel` on, to the rows of out from `row` on.
@@ -66,18 +96,14 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
   const PackedSpec& spec = *a.spec;
   if (rows == 0 || spec.panels == 0) return;
   const LinearKernels& kernels = *a.kernels;
+  const LayerAdapters* const adapters = a.adapters && a.adapters->has_rows() ? a.adapters : nullptr;
   const int64_t row_bytes = kernels.row_bytes(spec);
-  char* packed;
-  if (rows <= kAlone) {
-    packed = static_cast<char*>(worker.scratch(rows * row_bytes));
-    for (int64_t row = 0; row < rows; ++row) kernels.pack_row(spec, a.x + row * a.x_stride, packed + row * row_bytes);
-  } else {
-    packed = static_cast<char*>(worker.shared(rows * row_bytes));
-    worker.split(rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        kernels.pack_row(spec, a.x + row * a.x_stride, packed + row * row_bytes);
-    });
+  const PackedRows packed = pack(worker, a, adapters, rows);
+  if (adapters) {
+    shrink(worker, *adapters, packed.low_rows, packed.low_row_bytes, packed.room, packed.low);
+    worker.arrive();
   }
+  bool has_low = false;  // whether all of it is there
   const int64_t tile = std::min(kernels.rows, kMostRows);
   // Rows go in tiles, and these in blocks.
   const int64_t tiles = (rows + tile - 1) / tile;
@@ -89,13 +115,18 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
       const uint8_t* weight = a.weight + panel * spec.panel_bytes;
       for (int64_t t = first_tile; t < end_tile; ++t) {
         const int64_t row = t * tile, count = std::min(tile, rows - row);
+        const SumsTile at{row, count, panel, panels, sums, kTileStride};
+        if (adapters) expect_sums(*adapters, at);
         if (spec.blocks > 0) {
           if (count > kAlone) fetch(a, row, count, panel, panels);
-          kernels.product(spec, packed + row * row_bytes, count, weight, panels, sums, t == first_tile);
+          kernels.product(spec, packed.rows + row * row_bytes, count, weight, panels, sums, t == first_tile);
         } else {  // a rank without inputs
           std::memset(sums, 0, count * kTileStride * sizeof(float));
         }
-        if (a.adapters) add_adapters_to(a, sums, row, count, panel, panels);
+        if (adapters) {
+          if (!std::exchange(has_low, true)) worker.await_arrivals();
+          add_to_sums(*adapters, packed.low, at);
+        }
         finish(a, sums, row, count, panel, panels);
       }
     }
@@ -111,20 +142,6 @@ void packed_linear(Worker& worker, const PackedLinearArgs& a, int64_t rows) {
     }
   });
   if (kernels.end) kernels.end();
-}
-
-std::vector<AdapterColumns> adapter_columns_of(const PackedSpec& spec) {
-  std::vector<AdapterColumns> columns;
-  for (int64_t panel = 0; panel < spec.panels; ++panel) {
-    Columns at = columns_of(spec, panel);
-    int64_t part = 0, first_panel = 0;
-    for (; part + 1 < static_cast<int64_t>(spec.parts.size()) && at.first >= spec.parts[part]; ++part) {
-      at.first -= spec.parts[part];
-      first_panel += (spec.parts[part] + kAdapterColumns - 1) / kAdapterColumns;
-    }
-    columns.push_back({part, first_panel + at.first / kAdapterColumns, at.first % kAdapterColumns, at.count});
-  }
-  return columns;
 }
 
 void expect_packed(Worker& worker, const PackedSpec& spec, const uint8_t* weight) {

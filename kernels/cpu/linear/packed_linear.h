@@ -1,8 +1,6 @@
 // Products with packed weights, shared out over the threads of a run.
 #pragma once
 
-#include <vector>
-
 #include "kernels.h"
 #include "linear/adapters.h"
 #include "linear/packed_spec.h"
@@ -21,14 +19,10 @@ struct PackedLinearArgs {
   float* out;             // [rows, features (of one part when gated)], rows out_stride apart
   int64_t out_stride;
   Epilogue epilogue;
-  const AdapterArgs* adapters = nullptr;  // added before the epilogue
-  // Where the columns of each of spec's panels lie in those of the adapters.
-  const AdapterColumns* adapter_columns = nullptr;
+  const LayerAdapters* adapters = nullptr;  // what they add is added before the epilogue
 };
 
 void packed_linear(Worker& worker, const PackedLinearArgs& args, int64_t rows);
-// `PackedLinearArgs::adapter_columns` of adapters whose parts are those of the weight.
-std::vector<AdapterColumns> adapter_columns_of(const PackedSpec& spec);
 // Tells a worker what it will read first in a product: see Worker::expect.
 void expect_packed(Worker& worker, const PackedSpec& spec, const uint8_t* weight);
 

@@ -33,6 +33,11 @@ void pause_briefly() {
 #endif
 }
 
+void pause_at_barrier(int looks) {
+  pause_briefly();
+  if (looks > kBarrierLooks) sched_yield();  // the thread we wait for may need this CPU
+}
+
 void pin(pthread_t thread, int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -86,9 +91,19 @@ void Worker::barrier() {
   for (int looks = 0; pool_.sense_.load(std::memory_order_acquire) != sense; ++looks) {
     for (int line = 0; line < kExpectedLines && expected_ < expected_end_; ++line, expected_ += 64)
       __builtin_prefetch(expected_, 0, 2);
-    pause_briefly();
-    if (looks > kBarrierLooks) sched_yield();  // the thread we wait for may need this CPU
+    pause_at_barrier(looks);
   }
+}
+
+void Worker::arrive() {
+  ++arrivals_;
+  if (pool_.threads_ > 1) pool_.arrivals_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void Worker::await_arrivals() {
+  if (pool_.threads_ == 1) return;
+  const uint64_t wanted = arrivals_ * pool_.threads_;
+  for (int looks = 0; pool_.arrivals_.load(std::memory_order_acquire) < wanted; ++looks) pause_at_barrier(looks);
 }
 
 void* Worker::shared(size_t bytes) {

@@ -99,6 +99,10 @@ class Worker {
   void expect(const char* begin, const char* end) { expected_ = begin, expected_end_ = end; }
   // Waits for all threads. What they wrote before is seen after.
   void barrier();
+  // A barrier in two halves: says that this thread has come, and waits until all have. What they wrote before they came
+  // is seen after; in between a thread does what needs nothing of the others.
+  void arrive();
+  void await_arrivals();
   // Whether any thread had failed at the last barrier: the same on all of them.
   bool failed() const;
 
@@ -135,6 +139,7 @@ class Worker {
   bool stretched_ = false;  // since the last barrier
   const char *expected_ = nullptr, *expected_end_ = nullptr;
   unsigned sense_ = 0;
+  uint64_t arrivals_ = 0;
 };
 
 class Pool {
@@ -208,6 +213,7 @@ class Pool {
   std::vector<Taken> taken_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> sense_{0};
+  alignas(64) std::atomic<uint64_t> arrivals_{0};  // of all threads, ever
   std::atomic<bool> failed_{false};
   bool failed_at_barrier_ = false;  // written by the last to arrive, so that all threads read the same
   std::mutex failure_;
