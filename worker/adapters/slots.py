@@ -26,7 +26,7 @@ from allspan.worker.models.source import PieceSource
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.program.program import ProgramBuilder, Rows, Slot
 from allspan.worker.step.backend import HOST
-from allspan.worker.weights.held_tensor import HeldTensor
+from allspan.worker.weights.held_tensor import HeldTensor, host_zeros
 
 _NAMING = "hugging_face"
 _GIVEN_UP = StagedAdapter({}, "")
@@ -88,11 +88,11 @@ class AdapterSlots:
 
     def allocate(self, device: str) -> None:
         """Makes the tensors, of adapters that change nothing."""
-        self.tensors = {
-            name: torch.zeros(held.shape, dtype=held.dtype, device=device)
-            for layer in self._layers.values()
-            for name, held in layer.tensors(self.num_slots).items()
-        }
+        declared = {k: held for layer in self._layers.values() for k, held in layer.tensors(self.num_slots).items()}
+        if device == HOST:
+            self.tensors = host_zeros(declared)
+        else:
+            self.tensors = {k: torch.zeros(held.shape, dtype=held.dtype, device=device) for k, held in declared.items()}
         for layer in self._layers.values():
             ends = torch.tensor(layer.parts, dtype=torch.int32).cumsum(0)
             self.tensors[f"{layer.piece.name}.adapter_ends"].copy_(ends)

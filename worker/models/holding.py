@@ -16,7 +16,6 @@ from allspan.worker.models.placement import Placement, numbered
 from allspan.worker.models.shard import Shard
 from allspan.worker.models.source import PieceSource, read_vector
 from allspan.worker.models.spec import HeadSpec, ModelSpec
-from allspan.worker.process.release_memory import anonymous
 from allspan.worker.program.program import ProgramBuilder, Slot
 from allspan.worker.quant.base import Epilogue, LinearDelta, LinearMethod, LinearShape
 from allspan.worker.quant.by_head import ByHead
@@ -24,7 +23,7 @@ from allspan.worker.quant.exact import Exact
 from allspan.worker.quant.experts import ExpertProducts, Packs
 from allspan.worker.step.backend import HOST
 from allspan.worker.weights.checkpoint import Checkpoint
-from allspan.worker.weights.held_tensor import HeldTensor
+from allspan.worker.weights.held_tensor import HeldTensor, host_zeros
 from allspan.worker.weights.quantised_matrix import joint_kind
 from allspan.worker.weights.weight_map import WeightMap
 
@@ -33,8 +32,6 @@ Progress = Callable[[int, int], None]
 
 _EXACT = Exact()
 _NAMINGS = "gguf", "hugging_face"
-_ALIGNMENT = 128
-"""Bytes: of a pair of cache lines, which the processor fetches together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +204,7 @@ class Holding:
         done, total = 0, self.num_bytes
         held: dict[str, Tensor] = {}
         if into is None and device == HOST:
-            into = self._memory()
+            into = host_zeros({name: t for piece in self.pieces for name, t in self.tensors(piece).items()})
         for piece in self.pieces:
             declared = self.tensors(piece)
             tensors: dict[str, Tensor] = {}
@@ -228,16 +225,6 @@ class Holding:
     def _place(self, tensor: HeldTensor, device: str) -> str:
         """Where a tensor is filled: packed rows on the device itself."""
         return device if self.memory == "rows" and tensor.dtype is torch.uint8 else HOST
-
-    def _memory(self) -> dict[str, Tensor]:
-        """Zeros for all that this rank holds, by name, in one stretch of memory."""
-        declared = [item for piece in self.pieces for item in self.tensors(piece).items()]
-        sizes = [-(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in declared]
-        parts = torch.split(anonymous(sum(sizes)), sizes)
-        return {
-            name: part[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
-            for (name, tensor), part in zip(declared, parts, strict=True)
-        }
 
     def _fill(self, piece: Piece, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         if isinstance(piece, Vector):
