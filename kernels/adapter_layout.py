@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 COLUMNS = 64
@@ -27,9 +26,12 @@ def put_rows(rows: Tensor, parts: Sequence[int], part: int, into: Tensor) -> Non
     the rank; what is not given becomes 0."""
     first, outputs, rank = panels_of(parts[:part]), *rows.shape
     own = into[first : first + panels_of([outputs])]
-    whole = torch.zeros(own.shape[0] * COLUMNS, own.shape[1], dtype=into.dtype)
-    whole[:outputs, :rank] = rows
-    own.copy_(whole.view(-1, COLUMNS, own.shape[1]).transpose(1, 2))
+    own[:, rank:] = 0
+    whole = outputs // COLUMNS
+    own[:whole, :rank] = rows[: whole * COLUMNS].view(whole, COLUMNS, rank).transpose(1, 2)
+    for last in own[whole:]:
+        last[:rank, outputs % COLUMNS :] = 0
+        last[:rank, : outputs % COLUMNS] = rows[whole * COLUMNS :].T
 
 
 def rows_of(panels: Tensor, parts: Sequence[int], part: int) -> Tensor:

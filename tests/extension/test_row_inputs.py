@@ -17,7 +17,7 @@ from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AdapterNotFound, InvalidRequest
 from allspan.protos.model_files.regular_file import Opener
 from allspan.worker.adapters.registry import AdapterRegistry
-from allspan.worker.adapters.staged import StagedAdapter
+from allspan.worker.adapters.staged import Put, StagedAdapter
 from allspan.worker.engine.core import EngineCore
 from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
@@ -69,7 +69,7 @@ class Fixed:
 
     writes_beside_steps = True
 
-    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener) -> StagedAdapter:
+    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener, put: Put | None = None) -> StagedAdapter:
         return StagedAdapter({}, "")
 
     def write(self, slot: int, staged: StagedAdapter) -> None:

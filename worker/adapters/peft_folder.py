@@ -111,10 +111,13 @@ class PeftFolder:
         return LowRank(self._read(a, 1.0, dtype), self._read(b, scale * factor, dtype))
 
     def _read(self, name: str, scale: float, dtype: torch.dtype) -> Tensor:
-        shape = self._tensors.shape(name)
-        read = torch.empty(shape, dtype=dtype if scale == 1.0 else torch.float32)
-        self._tensors.read(name, [range(size) for size in shape], read)
-        out = read if scale == 1.0 else read.mul_(scale).to(dtype)
+        read = self._tensors.floats(name)
+        if scale == 1.0:
+            out = read.to(dtype)
+        elif read.dtype == dtype:  # 16 bits are multiplied in float32 and rounded once, too
+            out = read.mul_(scale)
+        else:
+            out = read.to(torch.float32).mul_(scale).to(dtype)
         # The sum is quicker than a look at each number, and is finite only where all of them are.
         if not math.isfinite(out.sum(dtype=torch.float32)) and not out.isfinite().all():
             raise CheckpointError(
@@ -165,10 +168,12 @@ class OutputRows:
     def read(self, name: str, ranges: Sequence[range], out: Tensor) -> None:
         """Columns behind the module's rank are zeros."""
         rows, columns = ranges
-        out.zero_()
         if (found := self.matrices.get(name.removesuffix(".weight"))) is not None:
             own = found.b[rows.start : rows.stop : rows.step, columns.start : columns.stop]
             out[:, : own.shape[1]] = own
+            out[:, own.shape[1] :] = 0
+        else:
+            out.zero_()
 
     def release(self) -> None:
         return

@@ -7,24 +7,29 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AllspanError, CheckpointError, InternalError, InvalidRequest, from_code
 from allspan.protos.model_files.regular_file import Opener
 from allspan.worker.adapters.allowed_paths import opener_below, resolved_folder
-from allspan.worker.adapters.staged import StagedAdapter, difference
+from allspan.worker.adapters.staged import Put, StagedAdapter, difference
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 
 logger = logging.getLogger(__name__)
 
 _WAITS, _READ = "waits", "read"
+_NICENESS = 1
+"""The reading thread gets a little less than half of a processor that a step wants, too. A lower priority
+leaves it a few percent, and holds up steps no less, which wait for the interpreter while it has that."""
 
 
 class SlotStore(Protocol):
@@ -34,9 +39,9 @@ class SlotStore(Protocol):
     def writes_beside_steps(self) -> bool:
         """Whether a slot that no step reads may be written from another thread while steps run."""
 
-    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener) -> StagedAdapter:
-        """Reads a folder's files, each as `opener` opens it, beside steps; gives up once `goes_on` says no. Raises
-        CheckpointError, and what `opener` raises."""
+    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener, put: Put | None = None) -> StagedAdapter:
+        """Reads a folder's files, each as `opener` opens it, beside steps; gives up once `goes_on` says no. With `put`
+        its layers go there, one by one, and are not kept. Raises CheckpointError, and what `opener` raises."""
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
         """Writes an adapter into a slot that no step in flight reads, or in order behind such steps."""
@@ -140,15 +145,22 @@ class AdapterRegistry:
         self._reading = None
 
     def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> StagedAdapter:
-        """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps."""
+        """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps: layer by
+        layer, where no copy is kept. Memory that is met for the first time would take longer than all the rest."""
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         path, opener = resolved_folder(module.path, self._lora_dir), opener_below(self._lora_dir)
-        staged = self._slots.stage(path, lambda: not dropped.is_set(), opener)
-        if slot >= 0 and self._slots.writes_beside_steps:
+
+        def put(tensors: Mapping[str, Tensor]) -> None:
             with self._writing:
                 if not dropped.is_set():
-                    self._slots.write(slot, staged)
+                    self._slots.write(slot, StagedAdapter(tensors, ""))
+
+        is_direct = slot >= 0 and self._slots.writes_beside_steps
+        direct = put if is_direct and not self._keeps_copies else None
+        staged = self._slots.stage(path, lambda: not dropped.is_set(), opener, direct)
+        if is_direct and direct is None:
+            put(staged.tensors)
         return staged
 
 

@@ -18,7 +18,7 @@ from allspan.kernels.packer import Packer, Target
 from allspan.protos.api.errors import AdapterRank, CheckpointError
 from allspan.protos.model_files.regular_file import Opener, open_regular
 from allspan.worker.adapters.peft_folder import LowRank, OutputRows, PeftFolder
-from allspan.worker.adapters.staged import StagedAdapter, checksum_of
+from allspan.worker.adapters.staged import Put, StagedAdapter, checksum_of, checksum_of_all
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import expected_shapes, head_of, layout, lookup_of
 from allspan.worker.models.pieces import Linear, Piece, Table
@@ -60,8 +60,8 @@ class _Layer:
 
 
 class AdapterSlots:
-    """A LinearDelta (`allspan.worker.quant.base`): `count` slots for adapters of ranks up to `rank`. First matrices of
-    lower ranks are filled up with zeros.
+    """A LinearDelta (`allspan.worker.quant.base`): `count` slots for adapters of ranks up to `rank`. What lies behind
+    an adapter's rank is never used.
 
     Ranks hold what goes with their part of the layer: all of a where the layer's outputs are split and their rows of
     b, or their columns of a and all of b where its inputs are. So the sums over ranks that layers have anyway are all
@@ -105,34 +105,47 @@ class AdapterSlots:
         return folder
 
     def stage(
-        self, path: Path, goes_on: Callable[[], bool] = lambda: True, opener: Opener = open_regular
+        self,
+        path: Path,
+        goes_on: Callable[[], bool] = lambda: True,
+        opener: Opener = open_regular,
+        put: Put | None = None,
     ) -> StagedAdapter:
-        """Reads a folder of PEFT's into host memory, for `write` to put it into a slot; one without tensors where
-        `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
+        """Reads a folder of PEFT's into host memory, for `write` to put it into a slot; with `put` that gets the
+        tensors, layer by layer, and only those of one layer are held. Without tensors where `goes_on` said no. Raises
+        CheckpointError as `check` does, and for numbers that are not finite."""
         folder = self.check(path, opener)
-        found: dict[str, LowRank] = {}
-        for module in folder.modules:
-            if not goes_on():
-                return _GIVEN_UP
-            found[module] = folder.matrices(module, self._holding.dtype, self._factors.get(module, 1.0))
         staged: dict[str, Tensor] = {}
+        told: dict[str, str] = {}
+
+        def read(modules: Iterable[str]) -> dict[str, LowRank]:
+            found = {}
+            for module in modules:
+                found[module] = folder.matrices(module, self._holding.dtype, self._factors.get(module, 1.0))
+                told[module] = told.get(module) or checksum_of(found[module])
+            return found
+
         for layer in self._layers.values():
             if not goes_on():
                 return _GIVEN_UP
-            staged |= self._staged(layer, folder, found)
+            modules = dict.fromkeys(self._module(part.name) for part in layer.piece.parts)
+            own = self._staged(layer, folder, read(module for module in modules if module in folder.modules))
+            (put or staged.update)(own)
+        read(module for module in folder.modules if module not in told)  # layers of other ranks
         if not self.writes_beside_steps:  # `write` waits for no copy to a GPU
             staged = {name: tensor.pin_memory() for name, tensor in staged.items()}
-        return StagedAdapter(staged, checksum_of(found))
+        return StagedAdapter(staged, checksum_of_all(told))
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
         """Puts an adapter into a slot that no step which may still run reads; on a GPU behind the steps that are queued
         and before those to come."""
         for name, tensor in staged.tensors.items():
-            self.tensors[name][slot].copy_(tensor, non_blocking=True)
+            into = self.tensors[name][slot]
+            into[tuple(map(slice, tensor.shape))].copy_(tensor, non_blocking=True)
 
     def load(self, slot: int, path: Path) -> None:
-        """Reads a folder of PEFT's into a slot. Raises as `stage` does; then the slot is as before."""
-        self.write(slot, self.stage(path))
+        """Reads a folder of PEFT's into a slot that no step reads. Raises as `stage` does."""
+        self.stage(path, put=lambda tensors: self.write(slot, StagedAdapter(tensors, "")))
 
     def has(self, layer: str) -> bool:
         return layer in self._layers
@@ -199,24 +212,29 @@ class AdapterSlots:
         return _Layer(piece, shape.parts, packed, HeldTensor(packed.shape, torch.uint8), b)
 
     def _staged(self, layer: _Layer, folder: PeftFolder, found: Mapping[str, LowRank]) -> dict[str, Tensor]:
-        """What a slot of the layer is to hold, by the names of its tensors."""
+        """What a slot of the layer is to hold, by the names of its tensors: of the second matrices as many ranks as one
+        of them has, and of a layer that is not changed its ranks, 0, alone. Nothing is read that lies behind a rank."""
         holding, piece = self._holding, layer.piece
         name_a, name_b, name_ranks, _ = layer.tensors(self.num_slots)
-        ranks = torch.zeros(len(layer.parts), dtype=torch.int32)
-        panels = torch.zeros(layer.b.shape, dtype=layer.b.dtype)
+        own = [found.get(self._module(part.name)) for part in piece.parts]
+        ranks = [0 if matrices is None else matrices.rank for matrices in own]
+        staged = {name_ranks: torch.tensor(ranks, dtype=torch.int32)}
+        if not any(ranks):
+            return staged
         inputs = holding.shard.part(piece.inputs)
-        a = torch.zeros(len(layer.parts) * self._rank, len(inputs), dtype=holding.dtype)
-        for number, part in enumerate(piece.parts):
-            if (matrices := found.get(self._module(part.name))) is not None:
+        a = torch.zeros(len(ranks) * self._rank, len(inputs), dtype=holding.dtype)
+        for number, matrices in enumerate(own):
+            if matrices is not None:
                 first = number * self._rank
                 a[first : first + matrices.rank] = matrices.a[:, inputs.start : inputs.stop]
-                ranks[number] = matrices.rank
         source = PieceSource(holding.shard, holding.weights, OutputRows(folder, found), piece)
-        for number, outputs in enumerate(layer.parts):
-            rows = torch.zeros(outputs, self._rank, dtype=holding.dtype)
-            source.floats(number, range(outputs), range(self._rank), rows)
+        panels = torch.empty(layer.b.shape[0], max(ranks), COLUMNS, dtype=holding.dtype)
+        for number, (outputs, rank) in enumerate(zip(layer.parts, ranks, strict=True)):
+            rows = torch.empty(outputs, rank, dtype=holding.dtype)
+            if rank:
+                source.floats(number, range(outputs), range(rank), rows)
             put_rows(rows, layer.parts, number, panels)
-        return {name_a: self._laid(layer, a), name_b: panels, name_ranks: ranks}
+        return staged | {name_a: self._laid(layer, a), name_b: panels}
 
     def _laid(self, layer: _Layer, a: Tensor) -> Tensor:
         """A first matrix [R, inputs] as the layer's slots hold it."""

@@ -82,6 +82,10 @@ class TensorFolder:
         """The whole tensor where it lies, not to be written: nothing is read before it is used."""
         return self._view(name, _DTYPES)
 
+    def floats(self, name: str) -> Tensor:
+        """Returns the whole of a tensor of numbers, read anew where its file is one that is read."""
+        return self._view(name, _FLOATS)
+
     def release(self) -> None:
         for file in self._files:
             file.release()

@@ -13,7 +13,7 @@ from allspan.protos.api.adapters import AdapterModule
 from allspan.protos.api.errors import AdapterRank, AllspanError, CheckpointError, InternalError, InvalidRequest
 from allspan.protos.model_files.regular_file import Opener
 from allspan.worker.adapters.registry import AdapterRegistry, load_argument
-from allspan.worker.adapters.staged import StagedAdapter
+from allspan.worker.adapters.staged import Put, StagedAdapter
 from support.threads import ThreadWorld
 from support.waiting import wait_until
 
@@ -36,13 +36,16 @@ class Slots:
         self.written: list[int] = []
         self.given_up = False
 
-    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener) -> StagedAdapter:
+    def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener, put: Put | None = None) -> StagedAdapter:
         assert path == Path(MODULE.path)
         self.is_reading.set()
         assert self.may_end.wait(10)
         self.given_up = not goes_on()
         if self.failure is not None:
             raise self.failure
+        if put is not None:
+            for _ in range(2):
+                put({})
         return StagedAdapter({}, self.checksum)
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
@@ -166,6 +169,23 @@ def test_a_slot_is_written_no_more_once_its_adapter_is_given_up() -> None:
     threading.Timer(0.05, slots.may_write.set).start()
     rank.drop(77)
     assert slots.written == [3]  # the slot may be another adapter's from now on
+
+
+def test_layers_go_to_a_slot_one_by_one_until_its_adapter_is_given_up() -> None:
+    slots = Slots()
+    slots.writes_beside_steps = True
+    slots.may_write.clear()
+    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", keeps_copies=False)
+    rank.read(load_argument(MODULE, 3))
+    assert slots.is_writing.wait(10)
+    threading.Timer(0.05, slots.may_write.set).start()
+    rank.drop(77)
+    written = list(slots.written)  # one layer, or both
+    rank.read(load_argument(MODULE, 4))
+    rank.wait(10)
+    assert slots.written == [*written, 4, 4]
+    assert rank.add()
+    assert slots.written == [*written, 4, 4]  # it is there already
 
 
 def test_an_adapter_with_a_slot_for_good_takes_no_host_memory_beside_it() -> None:
