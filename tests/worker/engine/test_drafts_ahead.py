@@ -3,13 +3,16 @@ its own, and tokens are those of the plain loop."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allspan.protos.api.options import RequestOptions
 from allspan.protos.config.speculation import Speculation
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
 from allspan.worker.engine.batch.inbox import Inbox
@@ -129,6 +132,19 @@ def test_drafts_that_do_not_come_true_are_no_reason_to_wait() -> None:
     core, _, plans = drafting_core(Knowing(range(60), 1.0, 0.6), collected, costs=StepCosts(STEADY, 64))
     run(core, collected, [request(i, [3, 4, i], max_tokens=60, ignore_eos=True) for i in range(3)])
     assert sum(plan.in_flight for plan in plans) > 0.6 * len(plans)
+
+
+def test_a_step_of_requests_that_opt_out_is_timed_from_its_own_beginning() -> None:
+    collected, costs = Collected(), StepCosts(STEADY, 64)
+    core, _, plans = drafting_core(Knowing(range(0)), collected)
+    now = itertools.count(1000)
+    core._planner.scheduler.drafting = Drafting(
+        Speculation("toy", 5), (Knowing(range(0)),), VOCAB, costs, lambda: float(next(now))
+    )
+    options = RequestOptions(speculation=False)
+    run(core, collected, [replace(request(1, [3], max_tokens=2, ignore_eos=True), options=options)])
+    assert [plan.in_flight for plan in plans if plan.runs] == [0, 1]
+    assert costs.seconds(1, False) == pytest.approx(1.0, rel=0.2)
 
 
 @settings(max_examples=40, deadline=None)

@@ -72,12 +72,12 @@ class Drafting:
         tokens are not known."""
         if step.is_ahead:
             return []
+        self._began_at = self._clock()  # also of a step without drafts: where others follow it, its time is learnt
         self._skips = not any(map(self._may_draft, step.requests)) or (
             self._costs is not None and self._backoff.may_skip(step)
         )
         if self._skips:
             return []
-        self._began_at = self._clock()
         self._proposed.clear()
         grants = self._add_drafts(step, memory, running)
         if self._run_planner and memory.can_retract:
