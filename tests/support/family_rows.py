@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -323,3 +325,18 @@ def save_family(folder: Path, row: FamilyRow) -> Any:
     model.eval()
     model.save_pretrained(folder)
     return model
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of each expert as those of all experts of a layer."""
+    found, experts = dict[str, Tensor](), dict[str, dict[int, dict[str, Tensor]]]()
+    for name, tensor in tensors.items():
+        if own := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            experts.setdefault(own[1], {}).setdefault(int(own[2]), {})[own[3]] = tensor
+        else:
+            found[name] = tensor
+    for start, own in experts.items():
+        all_of = [own[number] for number in sorted(own)]
+        found[f"{start}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in all_of])
+        found[f"{start}.down_proj"] = torch.stack([each["down"] for each in all_of])
+    return found

@@ -18,7 +18,6 @@ from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.process.release_memory import give_back, take_again
 from allspan.worker.step.backend import DeviceSteps
-from allspan.worker.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +116,12 @@ class Weights:
             self._steps.capture()
         self.is_loaded = True
 
-    def checkpoint(self) -> Checkpoint:
-        """Opens what the weights were read from. Raises CheckpointError."""
+    def checkpoint(self) -> loader.CheckpointWeights:
+        """Opens what the weights were read from, and says how it spells them. Raises CheckpointError."""
         weights = self._open()
         if not isinstance(weights, loader.CheckpointWeights):
             raise CheckpointError(f"{self._config.path}: is converted, and has slices of experts alone")
-        return weights.checkpoint
+        return weights
 
     def _give_back(self) -> None:
         if self._steps is not None:
@@ -186,6 +185,6 @@ class AllWeights:
         for each, weights in zip(self._each, opened, strict=True):
             each.read(weights, on_progress)
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> loader.CheckpointWeights:
         """What the first model's were read from. Raises CheckpointError."""
         return self._each[0].checkpoint()

@@ -24,12 +24,12 @@ from allspan.protos.api.errors import AllspanError, CheckpointError, DeadlineExc
 from allspan.protos.api.expert_load import ExpertLoad
 from allspan.protos.config.settings import ModelConfig
 from allspan.worker.load.expert_placements import mixtures
+from allspan.worker.load.loader import CheckpointWeights
 from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.placement import Placement, balanced
 from allspan.worker.parallel.base import Collectives, all_ranks
 from allspan.worker.scheduler.plan import Operation
-from allspan.worker.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class ExpertMoves:
         model: Model,
         config: ModelConfig,
         collectives: Collectives,
-        open_weights: Callable[[], Checkpoint],
+        open_weights: Callable[[], CheckpointWeights],
         packer: Packer,
     ) -> None:
-        """`open_weights` opens what the weights were read from; `packer` must not be the one of the steps."""
+        """`open_weights` opens what the weights were read from last; `packer` must not be the one of the steps."""
         self._model, self._config, self._collectives = model, config, collectives
         self._open, self._holding = open_weights, replace(model.holding, packer=packer)
         self._before: dict[int, tuple[int, ...]] = {}
-        self._checkpoint = open_weights
+        self._opened = open_weights
         self._queue: deque[Move] = deque()
         self._planning: Future[list[Move]] | None = None
         self._staging: Future[Staged] | None = None
@@ -108,7 +108,7 @@ class ExpertMoves:
         groups = self._model.holding.shard.groups[EP].size
         if groups == 1:
             raise Unavailable("no rank has experts of its own to exchange: start with --enable-expert-parallel")
-        self._checkpoint = functools.cache(self._open)
+        self._opened = functools.cache(self._open)
         self._planning = self._reader.submit(self._choose, self._model.expert_loads(), groups)
         self.num_left = 1
 
@@ -179,10 +179,10 @@ class ExpertMoves:
         """Begins to read what the next layer's new places hold."""
         self._staging = None
         if self._queue:
-            self._staging = self._reader.submit(self._read, *self._queue[0][:2], self._checkpoint, self._dropped)
+            self._staging = self._reader.submit(self._read, *self._queue[0][:2], self._opened, self._dropped)
 
     def _read(
-        self, layer: int, placement: Placement, opened: Callable[[], Checkpoint], dropped: threading.Event
+        self, layer: int, placement: Placement, opened: Callable[[], CheckpointWeights], dropped: threading.Event
     ) -> Staged:
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -190,14 +190,18 @@ class ExpertMoves:
         held = holding.placement(layer, len(placement.copies)).groups[group]
         places = [place for place, expert in enumerate(placement.groups[group]) if held[place] != expert]
         staged: Staged = []
-        for piece in holding.expert_pieces(layer) if places else ():
+        if not places:
+            return staged
+        read_from = opened()
+        holding = replace(holding, weights=read_from.holding.weights)  # a reload may have found other names
+        for piece in holding.expert_pieces(layer):
             for place in places:
                 if dropped.is_set():
                     return []
                 weights = {name: self._model.weights[name][place] for name in holding.tensors(piece)}
-                read = holding.read_expert(piece, placement.groups[group][place], opened(), weights)
+                read = holding.read_expert(piece, placement.groups[group][place], read_from.checkpoint, weights)
                 staged += [(weights[name], tensor) for name, tensor in read.items()]
-            opened().release()
+            read_from.checkpoint.release()
         return staged
 
     def _gather(self, values: Sequence[int]) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError
@@ -25,12 +23,12 @@ from allspan.worker.engine import weights as weights_of_ranks
 from allspan.worker.engine.engine import Engine
 from allspan.worker.engine.weights import Weights
 from allspan.worker.load.loader import load_model
-from allspan.worker.models.holding import Holding
-from allspan.worker.models.layout import layout
+from allspan.worker.models import holding
 from allspan.worker.models.model import Model
 from allspan.worker.process.release_memory import empty, give_back, resident_bytes, take_again
+from allspan.worker.weights.held_tensor import HeldTensor
 from allspan.worker.weights.tensor_folder import TensorFolder
-from support.family_rows import FAMILIES, save_family
+from support.family_rows import FAMILIES, save_family, stacked
 from support.threads import ThreadWorld
 from support.tiny_gguf import save_gguf
 from support.tiny_models import save_tiny
@@ -162,7 +160,7 @@ def test_experts_placed_by_a_file_are_read_again_without_it(tmp_path: Path) -> N
     assert not ranks.have_the_first_weights(), "nothing was given back: the test is void"
     assert ranks.reload() == ["", ""]
     assert ranks.have_the_first_weights()
-    assert ranks.weights[1].checkpoint().names()
+    assert ranks.weights[1].checkpoint().checkpoint.names()
 
 
 @pytest.mark.parametrize("unloaded", [False, True])
@@ -207,11 +205,10 @@ def test_a_gpu_s_memory_is_freed_once_no_step_runs_and_steps_are_captured_again(
 ) -> None:
     """On the CPU, with storages as a GPU's tensors have them."""
 
-    def memory(holding: Holding) -> dict[str, torch.Tensor]:
-        pieces = (holding.tensors(piece) for piece in layout(holding.spec))
-        return {name: torch.zeros(t.shape, dtype=t.dtype) for held in pieces for name, t in held.items()}
+    def memory(declared: Mapping[str, HeldTensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in declared.items()}
 
-    monkeypatch.setattr(Holding, "_memory", memory)
+    monkeypatch.setattr(holding, "host_zeros", memory)
     monkeypatch.setattr(kv_cache, "anonymous", lambda size: torch.zeros(size, dtype=torch.uint8))
     monkeypatch.setattr(weights_of_ranks, "give_back", empty)
     ranks = Ranks(tiny, tmp_path, is_gpu=True)
@@ -264,18 +261,3 @@ def test_a_folder_may_spell_its_experts_otherwise_when_it_is_read_again(tmp_path
         engine.reload_weights()
         engine.start_model()
         assert engine.generate(**asked)[0].token_ids == before[0].token_ids
-
-
-def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of each expert as those of all experts of a layer."""
-    found, experts = dict[str, Tensor](), dict[str, dict[int, dict[str, Tensor]]]()
-    for name, tensor in tensors.items():
-        if own := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
-            experts.setdefault(own[1], {}).setdefault(int(own[2]), {})[own[3]] = tensor
-        else:
-            found[name] = tensor
-    for start, own in experts.items():
-        all_of = [own[number] for number in sorted(own)]
-        found[f"{start}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in all_of])
-        found[f"{start}.down_proj"] = torch.stack([each["down"] for each in all_of])
-    return found

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from allspan.kernels.packer import Packer
 from allspan.kernels.table import op_set
 from allspan.protos.api.errors import CheckpointError, DeadlineExceeded, Unavailable
 from allspan.protos.config.settings import CacheConfig, ModelConfig
 from allspan.worker.load.expert_moves import ExpertMoves, rebalance_regularly
-from allspan.worker.load.loader import open_checkpoint, prepare
+from allspan.worker.load.loader import CheckpointWeights, open_checkpoint, prepare
 from allspan.worker.models.model import Model
 from allspan.worker.scheduler.plan import Operation
-from allspan.worker.weights.checkpoint import Checkpoint
+from support.family_rows import FAMILIES, save_family, stacked
 from support.mxfp4_model import save_mxfp4
 from support.threads import ThreadWorld
 from support.tiny_models import load_model, prefill, prompt, relative_error, save_tiny
@@ -30,7 +31,7 @@ CACHE = CacheConfig(page_size=16)
 
 
 def settings(folder: Path, **more: Any) -> ModelConfig:
-    return ModelConfig(str(folder), "tiny", enable_expert_parallel=True, redundant_experts=3, **more)
+    return ModelConfig(str(folder), "tiny", enable_expert_parallel=True, **{"redundant_experts": 3} | more)
 
 
 def on_ranks(config: ModelConfig, run: Callable[[Model, ExpertMoves], Any], fails_on: int = -1) -> list[Any]:
@@ -38,10 +39,11 @@ def on_ranks(config: ModelConfig, run: Callable[[Model, ExpertMoves], Any], fail
     world = ThreadWorld(RANKS)
 
     def one(rank: int) -> Any:
-        def opened() -> Checkpoint:
+        def opened() -> CheckpointWeights:
             if rank == fails_on:
                 raise CheckpointError("the disk is gone")
-            return open_checkpoint(prepare(config, CACHE, rank, RANKS).source, "auto")
+            found = prepare(config, CACHE, rank, RANKS)
+            return CheckpointWeights(found.holding, open_checkpoint(found.source, "auto"))
 
         model = load_model(config, world.collectives[rank], op_set("cpu"), 60, 60, cache=CACHE)
         packer = Packer(op_set("cpu").runtime)
@@ -110,6 +112,24 @@ def test_a_rank_that_cannot_read_leaves_every_rank_as_it_was(tmp_path: Path) -> 
         assert torch.equal(prefill(model, [IDS], 60)[0], before)
 
     on_ranks(settings(tmp_path), run, fails_on=3)
+
+
+def test_experts_that_a_folder_spells_otherwise_by_now_move(tmp_path: Path) -> None:
+    save_family(tmp_path, FAMILIES["qwen3_moe"])
+    file, together = tmp_path / "model.safetensors", threading.Barrier(RANKS)
+
+    def run(model: Model, moves: ExpertMoves) -> None:
+        (before,) = prefill(model, [IDS], 60)
+        was = dict(model.holding.placements)
+        if together.wait(20) == 0:
+            save_file(stacked(load_file(file)), file, {"format": "pt"})
+        together.wait(20)
+        moves.begin()
+        advance_all(moves)
+        assert model.holding.placements != was
+        assert relative_error(prefill(model, [IDS], 60)[0], before) < 1e-4
+
+    on_ranks(settings(tmp_path, redundant_experts=0), run)
 
 
 def test_moves_that_are_dropped_end_for_the_caller_with_the_reason(tmp_path: Path) -> None:
