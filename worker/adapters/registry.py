@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _WAITS, _READ = "waits", "read"
 _NICENESS = 1
-"""The reading thread gets a little less than half of a processor that a step wants, too. A lower priority
-leaves it a few percent, and holds up steps no less, which wait for the interpreter while it has that."""
+"""Behind the process's own: the reading thread gets a little less than half of a processor that a step wants, too. A
+lower priority leaves it a few percent, and holds up steps no less, which wait for the interpreter while it has that."""
 
 
 class SlotStore(Protocol):
@@ -148,7 +148,8 @@ class AdapterRegistry:
         """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps: layer by
         layer, where no copy is kept. Memory that is met for the first time would take longer than all the rest."""
         with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + _NICENESS)
         path, opener = resolved_folder(module.path, self._lora_dir), opener_below(self._lora_dir)
 
         def put(tensors: Mapping[str, Tensor]) -> None:

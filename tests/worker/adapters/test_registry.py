@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +187,15 @@ def test_layers_go_to_a_slot_one_by_one_until_its_adapter_is_given_up() -> None:
     assert slots.written == [*written, 4, 4]
     assert rank.add()
     assert slots.written == [*written, 4, 4]  # it is there already
+
+
+def test_a_process_of_low_priority_reads_adapters_at_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 5)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: told.append(value))
+    World().read()
+    assert told == [6] * len(told)
+    assert told
 
 
 def test_an_adapter_with_a_slot_for_good_takes_no_host_memory_beside_it() -> None:
