@@ -66,7 +66,7 @@ class Answers:
         self.device, self.steps = device, steps
 
     def frequent(self, count: int, vocab: int) -> Tensor:
-        """The ids that are most frequent, in their order; fewer where fewer occur."""
+        """The ids that are most frequent, in their order; all where the model has no more."""
         counts = torch.bincount(self.tokens, minlength=vocab)
         found = counts.topk(min(count, vocab)).indices
         return found.sort().values
@@ -146,7 +146,7 @@ class Trainer:
             "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
             "hidden_act": "silu",
             "vocab_size": theirs.vocab_size,
-            "draft_vocab_size": args.draft_vocab,
+            "draft_vocab_size": min(args.draft_vocab, theirs.vocab_size),
             "rms_norm_eps": theirs.rms_norm_eps,
             "rope_theta": rope["rope_theta"],
             "max_position_embeddings": theirs.max_position_embeddings,
