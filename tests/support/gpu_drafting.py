@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from support.tiny_models import prompt, reference_logits
 VOCAB = 104
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
 FIXED = {"eos_token_id": None, "bos_token_id": None, "vocab_size": VOCAB}
+_ROOM = threading.local()
+"""`pages` of the engine that this thread loads: ranks are threads."""
 
 
 class GpuLikeBackend(RecordingBackend):
@@ -45,7 +48,12 @@ class GpuLikeBackend(RecordingBackend):
 
 
 def device_for(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The settings of a model that runs on `device`: "cuda", or where kernels are emulated."""
+    """The settings of a model that runs on `device`: "cuda", or where kernels are emulated. Engines that are `loaded`
+    have the pages that are asked for, and no ids that end an answer."""
+    monkeypatch.setattr(
+        "allspan.worker.engine.setup.num_kv_pages", lambda cache, demand: (_ROOM.pages,) * len(demand.groups)
+    )
+    monkeypatch.setattr("allspan.worker.engine.setup.ends_of", lambda model, spec: ())
     monkeypatch.setattr(step_times, "MOST_SECONDS", 0.0)
     monkeypatch.setattr(RecordingBackend, "made", [])
     return {"device": "cuda"} if device == "cuda" else add_device(monkeypatch, "like a GPU", GpuLikeBackend)
@@ -62,10 +70,8 @@ def loaded(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, speculative_config=asks),
     )
     world = world or ThreadWorld(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("allspan.worker.engine.setup.num_kv_pages", lambda cache, demand: (pages,) * len(demand.groups))
-        patch.setattr("allspan.worker.engine.setup.ends_of", lambda model, spec: ())
-        found = load_engine(config, open_ops(config), world.collectives[rank], world.channels[rank])
+    _ROOM.pages = pages
+    found = load_engine(config, open_ops(config), world.collectives[rank], world.channels[rank])
     if (drafter := found.draft_model) is not None and rank == 0:
         facts = DrafterFacts(drafter.max_model_len, follows=isinstance(drafter.spec, HeadSpec))
         found.core.draft_with(Speculation("draft_model", 3), drafter=facts)
