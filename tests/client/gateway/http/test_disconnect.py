@@ -50,7 +50,7 @@ async def test_http_client_that_hangs_up_before_the_engine_has_said_yes() -> Non
     engine = fake_engine(endless=True, step_s=STEP_S, admission=asyncio.Event())
     async with gateway(engine) as server:
         with pytest.raises(httpx.ReadTimeout):
-            await server.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.05)
+            await server.http.post("/v1/completions", json={"prompt": "x"}, timeout=httpx.Timeout(30, read=0.05))
         assert engine.admission is not None
         engine.admission.set()
         await eventually(lambda: all(asked.released for asked in engine.asked.values()))
