@@ -16,13 +16,13 @@ from allspan.worker.sampling.grammar import CompiledGrammar
 from allspan.worker.sampling.guidance import GuidanceCompiler
 from allspan.worker.scheduler.drafting import suffix
 from allspan.worker.scheduler.drafting.acceptance import Acceptance, Proposed
+from allspan.worker.scheduler.drafting.bigram import BigramDrafter
 from allspan.worker.scheduler.drafting.costs import GAIN, TRIAL_STEPS, StepCosts
 from allspan.worker.scheduler.drafting.drafter import Draft, Drafter
 from allspan.worker.scheduler.drafting.drafting import Drafting
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.replay import ReplayDrafter
-from allspan.worker.scheduler.drafting.successor import SuccessorDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 from allspan.worker.scheduler.drafting.token_index import SHORTEST, TokenIndex
 from allspan.worker.scheduler.request import Request
@@ -145,7 +145,7 @@ def test_a_grammar_forces_the_text_that_it_leaves_no_choice_about() -> None:
 
 
 def test_what_followed_a_token_in_structured_text_is_proposed_again() -> None:
-    drafter = SuccessorDrafter()
+    drafter = BigramDrafter()
     one, plain = request(1, [5], grammar=Grammar("regex", ".*")), request(2, [5])
     one.grammar = create_autospec(CompiledGrammar)
 
@@ -172,7 +172,7 @@ def test_what_a_grammar_forces_is_drafted_behind_what_it_does_not() -> None:
     one = request(1, [5], grammar=Grammar("json_schema", json.dumps(schema)))
     one.grammar = GuidanceCompiler(byte_tokenizer(), 256).compile(one.params.grammar)  # type: ignore[arg-type]
     one.output_token_ids += b'[{"name":1},{"name":2},{"name":3},{"name":4},{"name":5}'
-    drafting = Drafting(Speculation(), [ForcedTokens(), SuccessorDrafter()], 256)
+    drafting = Drafting(Speculation(), [ForcedTokens(), BigramDrafter()], 256)
     drafts = bytes(each.draft.token for each in drafting._propose(one, 20))
     assert drafts.startswith(b',{"name":')
     assert len(drafting._propose(one, 3)) == 3

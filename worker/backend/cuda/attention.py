@@ -38,7 +38,7 @@ class CudaMetadata:
         """When the rows of a decode step read what they share as one; None: never."""
         self.plan_tiles = Tiling(1 if is_latent else self._group)
         """Cuts the new tokens of a step on the host."""
-        self.tells_continuing = is_latent
+        self.separates_continued = is_latent
         """Whether prompts that begin in a step take other kernels than those that go on."""
         self._states: CascadeWorkspace | None = None
         if limits.uses_cascades and not heads.window and not is_latent:

@@ -113,7 +113,7 @@ class CudaBackend:
             return StepBuffers(sizes, self._device)
         stream = current_stream() if self._device.type == "cuda" else None
         rule = metadata.cascade_rule
-        tells = metadata.tells_continuing
+        tells = metadata.separates_continued
         return DeviceBuffers(sizes, self._device, metadata.plan_tiles, rule, stream, self._waiter, tells)
 
     def sampling(self, max_rows: int, width: int, ops: OpSet) -> Sampling:

@@ -61,10 +61,10 @@ class DeviceBuffers:
         rule: CascadeRule | None = None,
         stream: Stream | None = None,
         waiter: EventWaiter = DEFAULT_WAITER,
-        tells_continuing: bool = False,
+        separates_continued: bool = False,
     ) -> None:
         """`rule` None: what decodes share is not looked at. `stream`: where copies to the device are queued; None: they
-        are done at once. `tells_continuing`: of large chunks, steps whose prompts all begin in them are apart."""
+        are done at once. `separates_continued`: of large chunks, steps whose prompts all begin in them are apart."""
         self._sizes = sizes
         self._names = InputNames(sizes)
         self._plan_tiles = plan_tiles
@@ -78,7 +78,7 @@ class DeviceBuffers:
         """Tokens that steps with prompts are padded to. None at first: without a graph padding is a loss."""
         self._buffer = PinnedBuffer(self._capacity(), device, stream, waiter)
         self._padded: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
-        self._tells_continuing = tells_continuing
+        self._separates_continued = separates_continued
         self._chunked: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
 
     @property
@@ -160,7 +160,7 @@ class DeviceBuffers:
 
     def _are_alike(self, chunk: int) -> bool:
         """Whether one graph serves steps of this chunk with prompts that go on and without."""
-        return chunk <= SMALL_CHUNK or not self._tells_continuing
+        return chunk <= SMALL_CHUNK or not self._separates_continued
 
     def _chunk_rows(self, tokens: int) -> int:
         """Requests of so many tokens of a chunk, and rows of logits, one each."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from allspan.protos.api.errors import InternalError
 from allspan.worker.engine.batch.batch_step import BatchStep, DecodeRun, LogitsRows
 from allspan.worker.engine.batch.inbox import Inbox
-from allspan.worker.engine.batch.lone_row import LoneRow
 from allspan.worker.engine.batch.owners import Owners
 from allspan.worker.engine.batch.paging import Requests, indptr_of, paged_values
 from allspan.worker.engine.batch.pooling import PooledStep, RowPool, pooled_step
 from allspan.worker.engine.batch.rows import Ints, Longs, RowStates
+from allspan.worker.engine.batch.single_request import SingleRequestSteps
 from allspan.worker.sampling.result import Sampled
 from allspan.worker.sampling.sampler import Sampler
 from allspan.worker.scheduler.plan import Grant, Join, StepPlan, StepResult
@@ -57,8 +57,8 @@ class Batch:
         self.buffers = buffers
         self._rows = RowStates(sizes, (*sizes.lifetimes, *sizes.drafter_lifetimes))
         self._shared = SharedPages(self._rows.tables[0], sizes.page_size) if buffers.wants_common else None
-        is_simple = buffers.is_shared and not buffers.splits_drafts and LoneRow.serves(sizes)
-        self._lone = LoneRow(self._rows, sizes) if is_simple else None
+        is_simple = buffers.is_shared and not buffers.splits_drafts and SingleRequestSteps.serves(sizes)
+        self._single = SingleRequestSteps(self._rows, sizes) if is_simple else None
         self._parked: dict[bytes, Ints] = {}
         """Tokens of preempted requests."""
         self._decodes: DecodeRun | None = None
@@ -171,8 +171,8 @@ class Batch:
         split = {row for row, _ in plan.drafts} if self.buffers.splits_drafts else ()
         for row, drafts in plan.drafts:
             self._sampler.begin_drafts(row, state.draft(row, drafts))
-        if self._lone and newest is None and not self._pools and self._lone.takes(plan):
-            step, self._decodes = self._lone.begin(plan, self.buffers)
+        if self._single and newest is None and not self._pools and self._single.takes(plan):
+            step, self._decodes = self._single.begin(plan, self.buffers)
             return step
         if newest is not None:
             sampling = newest.logits.rows

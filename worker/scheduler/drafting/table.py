@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 
 from allspan.protos.api.errors import ConfigError
 from allspan.protos.config.speculation import REPLAY, Speculation
+from allspan.worker.scheduler.drafting.bigram import BigramDrafter
 from allspan.worker.scheduler.drafting.drafter import Drafter
 from allspan.worker.scheduler.drafting.forced import ForcedTokens
 from allspan.worker.scheduler.drafting.ngram import NgramDrafter
 from allspan.worker.scheduler.drafting.rank_drafts import RankDrafts
 from allspan.worker.scheduler.drafting.replay import ReplayDrafter
-from allspan.worker.scheduler.drafting.successor import SuccessorDrafter
 from allspan.worker.scheduler.drafting.suffix import SuffixDrafter
 
 DRAFTERS: dict[str, Callable[[Speculation], Sequence[Drafter]]] = {
     REPLAY: lambda asked: (ReplayDrafter(asked),),
-    **dict.fromkeys(("draft_model", "eagle3", "mtp"), lambda asked: (ForcedTokens(), RankDrafts(), SuccessorDrafter())),
+    **dict.fromkeys(("draft_model", "eagle3", "mtp"), lambda asked: (ForcedTokens(), RankDrafts(), BigramDrafter())),
     "ngram": lambda asked: (NgramDrafter(asked),),
-    "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked), SuccessorDrafter()),
+    "suffix": lambda asked: (ForcedTokens(), SuffixDrafter(asked), BigramDrafter()),
 }
 """A method's drafters. Where two propose different tokens, the likelier one counts; of equal ones the first."""
 

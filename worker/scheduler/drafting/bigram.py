@@ -1,4 +1,4 @@
-"""SuccessorDrafter: proposes, in the output of a grammar, what followed the last token when it came before."""
+"""BigramDrafter: proposes, in the output of a grammar, what followed the last token when it came before."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _CHANCES = (0.25, 0.5, 0.65, 0.75, 0.85)
 """The chance of each kind: first where another token followed the time before, then by how often the same one did."""
 
 
-class SuccessorDrafter:
+class BigramDrafter:
     """Structured text has much that stands between its values: white space, quotes and brackets, which a grammar does
     not force, and before which other tokens stand each time. One draft at a time, so that others go on behind it."""
 
     def __init__(self) -> None:
-        self._texts: dict[bytes, _Successors] = {}
+        self._texts: dict[bytes, _Bigrams] = {}
 
     def propose(self, request: Request, before: Sequence[int], most: int) -> Sequence[Draft]:
         if request.grammar is None or most < 1:
             return ()
         text = self._texts.get(request.request_id)
         if text is None:
-            text = self._texts[request.request_id] = _Successors()
+            text = self._texts[request.request_id] = _Bigrams()
         text.read(request.output_token_ids)
         last = before[-1] if before else text.last
         found = text.following.get(last)
@@ -36,7 +36,7 @@ class SuccessorDrafter:
         self._texts.pop(request.request_id, None)
 
 
-class _Successors:
+class _Bigrams:
     """What followed each token of an output last."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""LoneRow: what a step of one request reads, made with as little as can be: the weights have put everything else out of
-the caches, so that each array that is touched takes its time."""
+"""SingleRequestSteps: the inputs of steps that run one request, made with few arrays: the weights have put everything
+else out of the caches, so that each array that is touched takes time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from allspan.worker.step.inputs import InputBuffers
 from allspan.worker.step.rank_drafter import RanStep
 
 
-class LoneRow:
-    """For a model with one cache group and one position a token."""
+class SingleRequestSteps:
+    """Makes steps of one request, for models with one cache group and one position a token."""
 
     def __init__(self, rows: RowStates, sizes: BatchSizes) -> None:
         self._rows = rows
