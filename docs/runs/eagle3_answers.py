@@ -307,15 +307,17 @@ def generate(decoder: Decoder, talk: Talk, seconds: float) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="the folder of the model")
-    parser.add_argument("answers", type=Path, help="the folder for what it says")
-    parser.add_argument("--seconds", type=float, default=240, help="how long (240)")
-    parser.add_argument("--batch", type=int, default=1024, help="conversations at once (1024)")
-    parser.add_argument("--max-prompt", type=int, default=384, help="tokens of a prompt at most (384)")
-    parser.add_argument("--max-new", type=int, default=448, help="tokens of an answer at most (448)")
+    parser.add_argument("model", type=Path, help="Names the folder of the model.")
+    parser.add_argument("answers", type=Path, help="Names the folder that gets its answers.")
+    parser.add_argument("--seconds", type=float, default=240, help="Stops after so many seconds. (default: 240)")
+    parser.add_argument("--batch", type=int, default=1024, help="Runs so many conversations at once. (default: 1024)")
+    parser.add_argument("--max-prompt", type=int, default=384, help="Limits the tokens of a prompt. (default: 384)")
+    parser.add_argument("--max-new", type=int, default=448, help="Limits the tokens of an answer. (default: 448)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cuda or cpu (cuda where there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed for each run (0)")
+    parser.add_argument("--device", default=device, help="Computes on cuda or cpu. (default: cuda where there is one)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Seeds the generator; each run takes another one. (default: 0)"
+    )
     args = parser.parse_args(argv)
     args.answers.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)

@@ -275,22 +275,45 @@ class Trainer:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="the folder of the model")
-    parser.add_argument("answers", type=Path, help="the folder with answers-*.npz")
-    parser.add_argument("head", type=Path, help="the folder for the head")
-    parser.add_argument("--seconds", type=float, default=420, help="how long, what --state has included (420)")
-    parser.add_argument("--batches", type=int, default=0, help="batches at most (no limit)")
-    parser.add_argument("--steps", type=int, default=5, help="drafts one behind the other (5)")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="ids of the head (8192)")
-    parser.add_argument("--intermediate", type=int, default=0, help="width of its MLP (the model's)")
-    parser.add_argument("--kv-heads", type=int, default=0, help="heads of its keys (as many as of queries)")
-    parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a batch (16384)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (0.001)")
-    parser.add_argument("--warmup", type=int, default=100, help="batches until it is that high (100)")
-    parser.add_argument("--every", type=float, default=60, help="seconds between two judgements (60)")
-    parser.add_argument("--state", type=Path, help="a file to go on from, and for it")
+    parser.add_argument("model", type=Path, help="Names the folder of the model.")
+    parser.add_argument("answers", type=Path, help="Names the folder with answers-*.npz.")
+    parser.add_argument("head", type=Path, help="Names the folder that gets the head.")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=420,
+        help="Trains for so many seconds, those of --state included. (default: 420)",
+    )
+    parser.add_argument("--batches", type=int, default=0, help="Limits the batches; 0 sets no limit. (default: 0)")
+    parser.add_argument("--steps", type=int, default=5, help="Trains so many drafts one behind the other. (default: 5)")
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        default=8192,
+        help="Gives the head the most frequent ids, so many of them. (default: 8192)",
+    )
+    parser.add_argument(
+        "--intermediate", type=int, default=0, help="Sets the width of its MLP; 0 takes the model's. (default: 0)"
+    )
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        default=0,
+        help="Sets the heads of its keys; 0 takes as many as of queries. (default: 0)",
+    )
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="Sets the tokens of a batch. (default: 16384)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="Sets the highest learning rate. (default: 0.001)")
+    parser.add_argument(
+        "--warmup", type=int, default=100, help="Raises the learning rate over so many batches. (default: 100)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=60, help="Measures acceptance every so many seconds. (default: 60)"
+    )
+    parser.add_argument(
+        "--state", type=Path, help="Names the file that the training goes on from, and that it is kept in."
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cuda or cpu (cuda where there is one)")
+    parser.add_argument("--device", default=device, help="Computes on cuda or cpu. (default: cuda where there is one)")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     Trainer(args).run()
