@@ -42,8 +42,8 @@ std::vector<Block> blocks_of(const Routing& routing, int64_t most) {
   return blocks;
 }
 
-// Whether an adapter has numbers in a panel of first matrices whose columns are those from `column` on: behind its rank
-// there are zeros, and nothing of their products is read.
+// Whether an adapter has numbers in a panel of first matrices whose columns are those from `column` on: what lies
+// behind its rank may be anything, and nothing of its products is read.
 bool is_used(const AdapterArgs& a, int64_t place, int64_t column) {
   const int64_t end = std::min(column + kFeatures, a.parts * a.rank);
   for (int64_t next; column < end; column = next) {
