@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -23,6 +21,7 @@ from allspan.worker.adapters.allowed_paths import opener_below, resolved_folder
 from allspan.worker.adapters.staged import Put, StagedAdapter, difference
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
+from allspan.worker.process.thread_priority import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +146,7 @@ class AdapterRegistry:
     def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> StagedAdapter:
         """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps: layer by
         layer, where no copy is kept. Memory that is met for the first time would take longer than all the rest."""
-        with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
-            own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + _NICENESS)
+        lower_priority(_NICENESS)
         path, opener = resolved_folder(module.path, self._lora_dir), opener_below(self._lora_dir)
 
         def put(tensors: Mapping[str, Tensor]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
 import threading
 import time
 import zlib
@@ -29,6 +27,7 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.placement import Placement, balanced
 from allspan.worker.parallel.base import Collectives, all_ranks
+from allspan.worker.process.thread_priority import lower_priority
 from allspan.worker.scheduler.plan import Operation
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 LEAST_GAIN = 0.02
 """A layer whose busiest group of ranks would lose a smaller share of its tokens stays as it is."""
 POLL_S = 0.05
+_NICENESS = 10
+"""The thread that reads gets this niceness above the process's own: steps come first."""
 _WAITS, _READY, _FAILED = range(3)
 
 Staged = list[tuple[Tensor, Tensor]]
@@ -184,8 +185,7 @@ class ExpertMoves:
     def _read(
         self, layer: int, placement: Placement, opened: Callable[[], CheckpointWeights], dropped: threading.Event
     ) -> Staged:
-        with contextlib.suppress(OSError):  # where threads have priorities of their own, steps come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        lower_priority(_NICENESS)
         holding, group = self._holding, self._holding.shard.groups[EP].rank
         held = holding.placement(layer, len(placement.copies)).groups[group]
         places = [place for place, expert in enumerate(placement.groups[group]) if held[place] != expert]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 from allspan.protos.api.errors import AllspanError, InternalError, InvalidRequest, QueueFull
 from allspan.protos.api.grammar import Grammar
 from allspan.worker.process.host import run_on
+from allspan.worker.process.thread_priority import lower_priority
 from allspan.worker.sampling.grammar import CompiledGrammar
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ MOST_KEPT = 64
 MOST_PENDING = 256
 THREADS = 4
 _NICENESS = 10
-"""Grammars are compiled at this niceness: one that takes long must not delay steps."""
+"""Grammars are compiled at this niceness above the process's own: one that takes long must not delay steps."""
 
 
 class Grammars:
@@ -117,6 +116,4 @@ def took_too_long() -> InvalidRequest:
 
 def _step_back(cpus: tuple[int, ...]) -> None:
     run_on(cpus)
-    if hasattr(os, "sched_setaffinity"):  # where a thread has a niceness of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    lower_priority(_NICENESS)
