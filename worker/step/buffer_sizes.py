@@ -54,6 +54,8 @@ class BatchSizes:
     """How long the cache groups of a drafter in the ranks keep pages: they come behind the model's."""
     has_drafts: bool = False
     """Steps may have drafts."""
+    captures: bool = True
+    """Where a device can, steps are captured, and what they allocate is kept."""
 
     @property
     def most_decodes(self) -> int:
@@ -94,4 +96,5 @@ def batch_sizes(
         *attention,
         tuple(drafter_lifetimes),
         bool(most.speculative_config),
+        not config.model.enforce_eager,
     )

@@ -254,8 +254,9 @@ def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
 
 def step_bytes(prepared: Prepared, config: WorkerConfig, draft: PreparedDrafter | None = None) -> int:
     """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
-    that layer's weight in 16 bits where it is held in fewer. The pass of steps with adapters has buffers of its own, as
-    has what drafts, whose steps never run at the same time."""
+    that layer's weight in 16 bits where it is held in fewer; captured steps keep as much beside those that are launched
+    op by op. The pass of steps with adapters has buffers of its own, as has what drafts, whose steps never run at the
+    same time."""
     if not open_backend(config.model.device).capabilities.has_own_memory:
         return 0
     holding, slots = prepared.holding, adapter_slots(prepared.holding, config.adapters)
@@ -271,7 +272,7 @@ def step_bytes(prepared: Prepared, config: WorkerConfig, draft: PreparedDrafter 
     elif draft is not None:
         buffers += _buffer_bytes([build_decoder(draft.prepared.holding)], draft.prepared.holding, config)
         widest = max(widest, _widest_bytes(draft.prepared.holding, _layers(draft.prepared), config))
-    return buffers + widest
+    return buffers + widest * (1 if config.model.enforce_eager else 2)
 
 
 def _buffer_bytes(decoders: Sequence[Decoder], holding: Holding, config: WorkerConfig) -> int:

@@ -50,8 +50,9 @@ def warm_up(
             model.bind_cache(*(KVCache(group.spec, 1, str(device)) for group in model.cache_groups))
             steps = _steps(buffers, sizes)
             taken = _measure(device, lambda: [model.forward(inputs) for inputs in steps])
-            buffers.chunks = chunk_buckets(sizes.max_tokens)[-1:]
-            taken += _measure(device, lambda: model.forward(next(buffers.paddings())))
+            if sizes.captures:
+                buffers.chunks = chunk_buckets(sizes.max_tokens)[-1:]
+                taken += _measure(device, lambda: model.forward(next(buffers.paddings())))
     noted = time.monotonic()
     wanted = list(kernels)
     if launch_sampling is not None:
