@@ -23,6 +23,7 @@ from allspan.worker.parallel.local import LocalCollectives
 from allspan.worker.scheduler.request import Request
 from allspan.worker.step.inputs import StepInputs
 from allspan.worker.step.row_inputs import PromptEmbeddings, RowInputs
+from allspan.worker.step.side_copies import HostCopies
 from support.cores import PAGE_SIZE, Collected, config, fake_core, host_parts, request, step_until_idle
 from support.fake_model import logits_after
 
@@ -67,8 +68,6 @@ class Rich:
 class Fixed:
     """Slots that hold what the test's model has by itself."""
 
-    writes_beside_steps = True
-
     def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener, put: Put | None = None) -> StagedAdapter:
         return StagedAdapter({}, "")
 
@@ -78,7 +77,7 @@ class Fixed:
 
 def rich_core(pages: int = 64, **scheduler: int) -> EngineCore:
     settings, model = config(**scheduler), Rich(pages)
-    registry = AdapterRegistry(Fixed(), LocalCollectives(), "", keeps_copies=False)
+    registry = AdapterRegistry(Fixed(), LocalCollectives(), "", False, HostCopies())
     for slot in range(2):
         registry.take(AdapterModule(f"adapter {slot}", "", digest=slot), slot, StagedAdapter({}, ""))
     parts = replace(host_parts(settings, model.max_model_len), adapters=registry)

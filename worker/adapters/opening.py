@@ -22,6 +22,7 @@ from allspan.worker.models.model import Model
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.step.backend import HOST
+from allspan.worker.step.side_copies import SideCopies
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +61,19 @@ def open_adapters(
     device: str,
     collectives: Collectives,
     packer: Packer,
+    copies: SideCopies,
     await_others: Callable[[], None],
 ) -> AdapterRegistry | None:
     """Reads adapter i of the list into slot i, or into host memory behind the last slot, and has the model's requests
-    take adapters; None where it is to take none. `packer` must not be the one of the steps; `await_others` waits for
-    the other ranks, however long they read. Raises ConfigError as `bytes_of_adapters` does, and naming it for an
-    adapter that cannot be read, or that ranks have read differently."""
+    take adapters; None where it is to take none. `packer` must not be the one of the steps; adapters that are loaded
+    later come by `copies`; `await_others` waits for the other ranks, however long they read. Raises ConfigError as
+    `bytes_of_adapters` does, and naming it for an adapter that cannot be read, or that ranks have read differently."""
     slots = adapter_slots(model.holding, config, packer)
     if slots is None:
         return None
     begun, modules = time.monotonic(), parse_modules(config)
     slots.allocate(device)
-    registry = AdapterRegistry(slots, collectives, config.lora_dir, _num_copies(config) > 0)
+    registry = AdapterRegistry(slots, collectives, config.lora_dir, _num_copies(config) > 0, copies)
     checksums: list[str] = []
     for number, module in enumerate(modules):
         with _named(module):

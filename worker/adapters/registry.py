@@ -22,6 +22,7 @@ from allspan.worker.adapters.staged import Put, StagedAdapter, difference
 from allspan.worker.parallel.agree import exchange
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.process.thread_priority import lower_priority
+from allspan.worker.step.side_copies import SideCopies
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +35,13 @@ lower priority leaves it a few percent, and holds up steps no less, which wait f
 class SlotStore(Protocol):
     """The slots on the device; `allspan.worker.adapters.slots` has the real ones."""
 
-    @property
-    def writes_beside_steps(self) -> bool:
-        """Whether a slot that no step reads may be written from another thread while steps run."""
-
     def stage(self, path: Path, goes_on: Callable[[], bool], opener: Opener, put: Put | None = None) -> StagedAdapter:
         """Reads a folder's files, each as `opener` opens it, beside steps; gives up once `goes_on` says no. With `put`
         its layers go there, one by one, and are not kept. Raises CheckpointError, and what `opener` raises."""
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
-        """Writes an adapter into a slot that no step in flight reads, or in order behind such steps."""
+        """Writes an adapter, or a layer of it, into a slot: on the thread of the steps in order behind them, or as the
+        work of SideCopies into one that no step reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,14 @@ class AdapterRegistry:
     does. So no step waits for a file, and all ranks have an adapter or none.
     """
 
-    def __init__(self, slots: SlotStore, collectives: Collectives, lora_dir: str, keeps_copies: bool) -> None:
+    def __init__(
+        self, slots: SlotStore, collectives: Collectives, lora_dir: str, keeps_copies: bool, copies: SideCopies
+    ) -> None:
         """`keeps_copies`: adapters in slots stay in host memory, too, since another one may need their slot."""
         self.modules: dict[int, AdapterModule] = {}
         """The adapters by their digests, in the order in which they were loaded."""
         self._slots, self._collectives = slots, collectives
-        self._lora_dir, self._keeps_copies = lora_dir, keeps_copies
+        self._lora_dir, self._keeps_copies, self._side = lora_dir, keeps_copies, copies
         self._copies: dict[int, StagedAdapter] = {}
         self._reading: _Reading | None = None
         self._reader = ThreadPoolExecutor(1, "adapters")
@@ -98,6 +98,7 @@ class AdapterRegistry:
         self._give_up()
         values = json.loads(argument)
         slot, dropped = values.pop("slot"), threading.Event()
+        self._side.after_steps()
         module = AdapterModule(**values)
         task = self._reader.submit(self._stage, module, slot, dropped)
         self._reading = _Reading(module, slot, task, dropped)
@@ -120,7 +121,8 @@ class AdapterRegistry:
         if _WAITS in told:
             return False
         self._reading = None
-        self.take(reading.module, reading.slot, reading.task.result(), self._slots.writes_beside_steps)
+        self._side.before_steps()
+        self.take(reading.module, reading.slot, reading.task.result(), is_written=True)
         return True
 
     def drop(self, adapter: int) -> None:
@@ -141,23 +143,23 @@ class AdapterRegistry:
             with self._writing:
                 self._reading.dropped.set()
             self._reading.task.cancel()
+            self._side.before_steps()  # its slot may be written anew, in order behind them
         self._reading = None
 
     def _stage(self, module: AdapterModule, slot: int, dropped: threading.Event) -> StagedAdapter:
-        """Reads an adapter, and brings it to the slot that is kept for it where that may be done beside steps: layer by
-        layer, where no copy is kept. Memory that is met for the first time would take longer than all the rest."""
+        """Reads an adapter, and brings it to the slot that is kept for it: layer by layer, where no copy is kept.
+        Memory that is met for the first time would take longer than all the rest."""
         lower_priority(_NICENESS)
         path, opener = resolved_folder(module.path, self._lora_dir), opener_below(self._lora_dir)
 
         def put(tensors: Mapping[str, Tensor]) -> None:
             with self._writing:
                 if not dropped.is_set():
-                    self._slots.write(slot, StagedAdapter(tensors, ""))
+                    self._side.run(lambda: self._slots.write(slot, StagedAdapter(tensors, "")))
 
-        is_direct = slot >= 0 and self._slots.writes_beside_steps
-        direct = put if is_direct and not self._keeps_copies else None
+        direct = put if slot >= 0 and not self._keeps_copies else None
         staged = self._slots.stage(path, lambda: not dropped.is_set(), opener, direct)
-        if is_direct and direct is None:
+        if slot >= 0 and direct is None:
             put(staged.tensors)
         return staged
 

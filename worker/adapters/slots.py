@@ -81,11 +81,6 @@ class AdapterSlots:
         held = (tensor for layer in self._layers.values() for tensor in layer.tensors(self.num_slots).values())
         return sum(tensor.num_bytes for tensor in held)
 
-    @property
-    def writes_beside_steps(self) -> bool:
-        """See `SlotStore`: steps on the CPU read no slot but those of their rows."""
-        return all(tensor.device.type == HOST for tensor in self.tensors.values())
-
     def allocate(self, device: str) -> None:
         """Makes the tensors, of adapters that change nothing."""
         declared = {k: held for layer in self._layers.values() for k, held in layer.tensors(self.num_slots).items()}
@@ -132,13 +127,13 @@ class AdapterSlots:
             own = self._staged(layer, folder, read(module for module in modules if module in folder.modules))
             (put or staged.update)(own)
         read(module for module in folder.modules if module not in told)  # layers of other ranks
-        if not self.writes_beside_steps:  # `write` waits for no copy to a GPU
+        if any(tensor.device.type != HOST for tensor in self.tensors.values()):  # `write` waits for no copy to a GPU
             staged = {name: tensor.pin_memory() for name, tensor in staged.items()}
         return StagedAdapter(staged, checksum_of_all(told))
 
     def write(self, slot: int, staged: StagedAdapter) -> None:
-        """Puts an adapter into a slot that no step which may still run reads; on a GPU behind the steps that are queued
-        and before those to come."""
+        """Puts an adapter, or a layer of it, into a slot: on a GPU in the stream that is current, behind what is queued
+        there. Steps read no slot but those of their rows."""
         for name, tensor in staged.tensors.items():
             into = self.tensors[name][slot]
             into[tuple(map(slice, tensor.shape))].copy_(tensor, non_blocking=True)

@@ -45,6 +45,7 @@ from allspan.worker.models.model import Model
 from allspan.worker.models.pieces import EP
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.parallel.base import Collectives, PlanChannel, all_ranks
+from allspan.worker.sampling.device import Sampling
 from allspan.worker.scheduler.drafting.draft_run_planner import DrafterFacts
 from allspan.worker.scheduler.limits import GroupLimits
 from allspan.worker.scheduler.plan import Operation
@@ -113,15 +114,15 @@ def load_engine(
 
     loaded = load_model(model, collectives, ops, most.max_num_batched_tokens, logits, on_progress, cache, check_room)
     drafter = load_drafter(draft, config, loaded, ops, collectives, on_progress)
-    adapters = open_adapters(loaded, config.adapters, tensors, world, _packer_beside(ops, loaded.holding), await_others)
+    beside = _packer_beside(ops, loaded.holding), backend.side_copies()
+    adapters = open_adapters(loaded, config.adapters, tensors, world, *beside, await_others)
     head = _score_head(model, loaded, world.rank)
     await_others()
     cache_groups = (*loaded.cache_groups, *(drafter.model.cache_groups if drafter else ()))
     own_groups = cache_groups if isinstance(drafter, LoadedHead) else loaded.cache_groups
     lifetimes, own = [group.lifetime for group in own_groups], attention_place(model, collectives)
     sizes = batch_sizes(config, loaded.max_model_len, lifetimes, loaded.row_inputs, own)
-    width = loaded.vocab_widths[collectives.rank % len(loaded.vocab_widths)]
-    sampling = backend.sampling(most.max_num_seqs, width, ops)
+    sampling = _sampling(backend, loaded, most.max_num_seqs, collectives.rank, ops)
     step_bytes = max(backend.warm_up(loaded, sizes, sampling), drafter.warm_up() if drafter else 0)
     await_others()  # what a rank takes for that is not there for good
     host, room = _host_pages(config, backend, cache_groups, world), backend.room(config.parallel.cpus)
@@ -142,6 +143,11 @@ def load_engine(
     _set_operations(core, model, loaded, weights, head, ops, collectives)
     kv_bytes, load_s = sum(cache.num_bytes for cache in kv), time.monotonic() - started
     return LoadedEngine(core, loaded, weights, eos, kv_bytes, load_s, drafter.model if drafter else None)
+
+
+def _sampling(backend: Backend, model: Model, max_rows: int, rank: int, ops: OpSet) -> Sampling:
+    """The kernels that sample from the part of the logits that this rank has."""
+    return backend.sampling(max_rows, model.vocab_widths[rank % len(model.vocab_widths)], ops)
 
 
 def _recorded(

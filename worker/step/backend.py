@@ -23,6 +23,7 @@ from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers, StepMetadata
 from allspan.worker.step.model import DeviceModel, RankAdapters
 from allspan.worker.step.rank_drafter import RankDrafter
+from allspan.worker.step.side_copies import SideCopies
 
 HOST = "cpu"
 """The torch device of host memory."""
@@ -180,6 +181,9 @@ class Backend(Protocol):
 
     def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
         """The pages of one cache group. Raises ConfigError when the memory cannot be had."""
+
+    def side_copies(self) -> SideCopies:
+        """Copies to the device's memory beside steps."""
 
     def host_pages(self, spec: CacheSpec, num_pages: int, cpus: Sequence[int]) -> HostPages:
         """The second tier of one cache group's pages, in host memory. Raises ConfigError when the memory cannot be

@@ -12,6 +12,7 @@ from allspan.protos.config.settings import AdapterConfig, CacheConfig, ModelConf
 from allspan.worker.adapters.opening import open_adapters
 from allspan.worker.adapters.registry import AdapterRegistry
 from allspan.worker.load.loader import load_model
+from allspan.worker.step.side_copies import HostCopies
 from support.peft_adapters import save_adapter
 from support.threads import ThreadWorld
 from support.tiny_models import save_tiny
@@ -28,7 +29,7 @@ def test_ranks_that_find_different_adapters_under_one_name_do_not_start(tmp_path
         config = AdapterConfig(lora_modules=("plain=" + str(tmp_path / "0"), "sql=" + str(tmp_path / str(folder))))
         loaded = load_model(model, world.collectives[rank], op_set("reference"), 8, 8, cache=CacheConfig(page_size=16))
         wait = world.collectives[rank].barrier
-        return open_adapters(loaded, config, "cpu", world.collectives[rank], loaded.holding.packer, wait)
+        return open_adapters(loaded, config, "cpu", world.collectives[rank], loaded.holding.packer, HostCopies(), wait)
 
     for registry in world.run(lambda rank: opened(rank, 1)):
         assert [each.name for each in registry.modules.values()] == ["plain", "sql"]

@@ -15,6 +15,7 @@ from allspan.protos.api.errors import AdapterRank, AllspanError, CheckpointError
 from allspan.protos.model_files.regular_file import Opener
 from allspan.worker.adapters.registry import AdapterRegistry, load_argument
 from allspan.worker.adapters.staged import Put, StagedAdapter
+from allspan.worker.step.side_copies import HostCopies
 from support.threads import ThreadWorld
 from support.waiting import wait_until
 
@@ -26,7 +27,6 @@ class Slots:
     `may_write` writing."""
 
     def __init__(self) -> None:
-        self.writes_beside_steps = False
         self.may_write = threading.Event()
         self.may_write.set()
         self.is_reading, self.is_writing = threading.Event(), threading.Event()
@@ -55,12 +55,30 @@ class Slots:
         self.written.append(slot)
 
 
+class Noted(HostCopies):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def after_steps(self) -> None:
+        self.calls.append("after")
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.calls.append("run")
+        work()
+
+    def before_steps(self) -> None:
+        self.calls.append("before")
+
+
 class World:
     def __init__(self, keeps_copies: bool = True, size: int = 2) -> None:
         collectives = ThreadWorld(size).collectives
         self.slots = [Slots() for _ in range(size)]
         self.ranks = [
-            AdapterRegistry(slots, each, "", keeps_copies) for slots, each in zip(self.slots, collectives, strict=True)
+            AdapterRegistry(slots, each, "", keeps_copies, HostCopies())
+            for slots, each in zip(self.slots, collectives, strict=True)
         ]
 
     def read(self, slot: int = 0) -> None:
@@ -120,7 +138,7 @@ def test_an_adapter_that_one_rank_cannot_read_is_refused_on_all_with_its_reason(
     assert str(told[0]) == str(told[1])
     assert "the adapter 'sql' cannot be loaded: rank 1: " in str(told[0])
     assert words in str(told[0])
-    assert (world.known(), [slots.written for slots in world.slots]) == ([[], []], [[], []])
+    assert world.known() == [[], []]
     world.slots[1].failure = None
     world.read()
     assert (world.add(), world.known()) == ([True, True], [[77], [77]])
@@ -137,7 +155,7 @@ def test_ranks_that_have_read_different_files_are_named_and_none_has_the_adapter
     told = world.add()
     assert [type(each) for each in told] == [InvalidRequest] * 3
     assert "the adapter 'sql' cannot be loaded: ranks 1, 2 read other matrices than rank 0" in str(told[0])
-    assert (world.known(), [slots.written for slots in world.slots]) == ([[]] * 3, [[]] * 3)
+    assert world.known() == [[]] * 3
     assert [type(each) for each in world.add()] == [InternalError] * 3  # nothing is being read any more
     for slots in world.slots:
         slots.checksum = "b"
@@ -162,9 +180,8 @@ def test_reading_that_is_given_up_ends_early_and_leaves_nothing() -> None:
 
 def test_a_slot_is_written_no_more_once_its_adapter_is_given_up() -> None:
     slots = Slots()
-    slots.writes_beside_steps = True
     slots.may_write.clear()
-    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", keeps_copies=True)
+    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", True, HostCopies())
     rank.read(load_argument(MODULE, 3))
     assert slots.is_writing.wait(10)
     threading.Timer(0.05, slots.may_write.set).start()
@@ -174,9 +191,8 @@ def test_a_slot_is_written_no_more_once_its_adapter_is_given_up() -> None:
 
 def test_layers_go_to_a_slot_one_by_one_until_its_adapter_is_given_up() -> None:
     slots = Slots()
-    slots.writes_beside_steps = True
     slots.may_write.clear()
-    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", keeps_copies=False)
+    rank = AdapterRegistry(slots, ThreadWorld(1).collectives[0], "", False, HostCopies())
     rank.read(load_argument(MODULE, 3))
     assert slots.is_writing.wait(10)
     threading.Timer(0.05, slots.may_write.set).start()
@@ -187,6 +203,24 @@ def test_layers_go_to_a_slot_one_by_one_until_its_adapter_is_given_up() -> None:
     assert slots.written == [*written, 4, 4]
     assert rank.add()
     assert slots.written == [*written, 4, 4]  # it is there already
+
+
+def test_copies_come_behind_steps_in_flight_and_ahead_of_those_that_read_them() -> None:
+    copies = Noted()
+    rank = AdapterRegistry(Slots(), ThreadWorld(1).collectives[0], "", False, copies)
+    rank.read(load_argument(MODULE, 0))
+    rank.wait(10)
+    assert rank.add()
+    assert copies.calls == ["after", "run", "run", "before"]
+
+
+def test_what_is_given_up_is_copied_before_its_slot_is_written_anew() -> None:
+    copies = Noted()
+    rank = AdapterRegistry(Slots(), ThreadWorld(1).collectives[0], "", False, copies)
+    rank.read(load_argument(MODULE, 0))
+    rank.wait(10)
+    rank.drop(77)
+    assert copies.calls == ["after", "run", "run", "before"]
 
 
 def test_a_process_of_low_priority_reads_adapters_at_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:

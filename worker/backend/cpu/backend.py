@@ -26,6 +26,7 @@ from allspan.worker.step.backend import AttentionHeads, Capabilities, DeviceStep
 from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers
 from allspan.worker.step.model import DeviceModel
+from allspan.worker.step.side_copies import HostCopies, SideCopies
 
 
 class CpuBackend:
@@ -78,6 +79,9 @@ class CpuBackend:
 
     def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
         return KVCache(spec, num_pages)
+
+    def side_copies(self) -> SideCopies:
+        return HostCopies()
 
     def host_pages(self, spec: CacheSpec, num_pages: int, cpus: Sequence[int]) -> HostPages:
         return PlainHostPages(KVCache(spec, num_pages))

@@ -27,7 +27,7 @@ from allspan.worker.backend.cuda.graphs import CudaSteps
 from allspan.worker.backend.cuda.host_pages import HostPages as PinnedPages
 from allspan.worker.backend.cuda.sampling import DeviceSampling, device_sampling
 from allspan.worker.backend.cuda.step_inputs import DeviceBuffers
-from allspan.worker.backend.cuda.streams import cuda_streams, current_stream
+from allspan.worker.backend.cuda.streams import StreamCopies, cuda_streams, current_stream
 from allspan.worker.backend.cuda.warmup import warm_up
 from allspan.worker.cache.budget import Room
 from allspan.worker.cache.kv import KVCache
@@ -41,6 +41,7 @@ from allspan.worker.step.backend import AttentionHeads, Capabilities, DeviceStep
 from allspan.worker.step.buffer_sizes import BatchSizes, ModelLimits
 from allspan.worker.step.inputs import InputBuffers, StepMetadata
 from allspan.worker.step.model import DeviceModel
+from allspan.worker.step.side_copies import HostCopies, SideCopies
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,9 @@ class CudaBackend:
 
     def page_store(self, spec: CacheSpec, num_pages: int) -> KVCache:
         return KVCache(spec, num_pages, self.capabilities.tensors)
+
+    def side_copies(self) -> SideCopies:
+        return StreamCopies(cuda_streams()) if self._device.type == "cuda" else HostCopies()
 
     def host_pages(self, spec: CacheSpec, num_pages: int, cpus: Sequence[int]) -> HostPages:
         if not modules.can_launch():

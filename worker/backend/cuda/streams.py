@@ -46,6 +46,22 @@ def cuda_streams() -> Streams:
     return Streams(current_stream(), _TorchStream(torch.cuda.Stream()), _TorchStream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
 
 
+class StreamCopies:
+    """A SideCopies whose copies go on in the stream of loads, beside the one of the steps. No call waits for a step."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def after_steps(self) -> None:
+        self._streams.loads.wait(self._streams.steps.record())
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._streams.loads.run(work)
+
+    def before_steps(self) -> None:
+        self._streams.steps.wait(self._streams.loads.record())
+
+
 @dataclass(frozen=True, slots=True)
 class _TorchStream:
     stream: Any
