@@ -44,7 +44,7 @@ from allspan.worker.load.loader import open_ops
 from allspan.worker.parallel.world import World, join_world
 from allspan.worker.process import host
 from allspan.worker.process.heartbeat_writer import HeartbeatWriter
-from allspan.worker.process.release_memory import num_memory_nodes
+from allspan.worker.process.release_memory import keep_freed_memory, num_memory_nodes
 from allspan.worker.scheduler.plan import Operation
 from allspan.worker.service.server import RankServer, listen_target
 from allspan.worker.service.servicer import RankFacts
@@ -213,6 +213,7 @@ def _prepare_process(config: WorkerConfig, rank: int) -> None:
     logs.configure(name)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    keep_freed_memory()
     host.run_on(config.parallel.cpus)
     _bind_memory(config.parallel.memory_node)
     allowed = host.allowed_cpus()
