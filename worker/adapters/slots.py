@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,6 @@ from allspan.worker.weights.held_tensor import HeldTensor, host_zeros
 
 _NAMING = "hugging_face"
 _GIVEN_UP = StagedAdapter({}, "")
-_READERS = 4
 _FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -109,8 +107,8 @@ class AdapterSlots:
         put: Put | None = None,
     ) -> StagedAdapter:
         """Reads a folder of PEFT's into host memory, for `write` to put it into a slot; with `put` that gets the
-        tensors, layer by layer, and they are not held: beside a GPU's steps from several threads. Without tensors
-        where `goes_on` said no. Raises CheckpointError as `check` does, and for numbers that are not finite."""
+        tensors, layer by layer, and only those of one layer are held. Without tensors where `goes_on` said no. Raises
+        CheckpointError as `check` does, and for numbers that are not finite."""
         folder = self.check(path, opener)
         staged: dict[str, Tensor] = {}
         told: dict[str, str] = {}
@@ -122,17 +120,14 @@ class AdapterSlots:
                 told[module] = told.get(module) or checksum_of(found[module])
             return found
 
-        def stage_layer(layer: _Layer) -> None:
-            if goes_on():
-                modules = dict.fromkeys(self._module(part.name) for part in layer.piece.parts)
-                own = self._staged(layer, folder, read(module for module in modules if module in folder.modules))
-                (put or staged.update)(own)
-
-        self._for_each_layer(stage_layer)
-        if not goes_on():
-            return _GIVEN_UP
+        for layer in self._layers.values():
+            if not goes_on():
+                return _GIVEN_UP
+            modules = dict.fromkeys(self._module(part.name) for part in layer.piece.parts)
+            own = self._staged(layer, folder, read(module for module in modules if module in folder.modules))
+            (put or staged.update)(own)
         read(module for module in folder.modules if module not in told)  # layers of other ranks
-        if not self._is_on_host:  # `write` waits for no copy to a GPU
+        if any(tensor.device.type != HOST for tensor in self.tensors.values()):  # `write` waits for no copy to a GPU
             staged = {name: tensor.pin_memory() for name, tensor in staged.items()}
         return StagedAdapter(staged, checksum_of_all(told))
 
@@ -194,24 +189,6 @@ class AdapterSlots:
         tokens = program.input(numbers, rows) if numbers is not None else None
         program.op("route_adapters", program.input("adapters"), tokens, routing)
         return routing
-
-    @property
-    def _is_on_host(self) -> bool:
-        return all(tensor.device.type == HOST for tensor in self.tensors.values())
-
-    @property
-    def _readers(self) -> int:
-        """The threads that read an adapter's layers: one where the processors are those of the steps."""
-        return 1 if self._is_on_host else _READERS
-
-    def _for_each_layer(self, work: Callable[[_Layer], None]) -> None:
-        """Raises what the first layer raised."""
-        if self._readers == 1:
-            for layer in self._layers.values():
-                work(layer)
-            return
-        with ThreadPoolExecutor(self._readers, "adapter-layers") as pool:
-            list(pool.map(work, self._layers.values()))
 
     def _held(self) -> Iterator[Linear]:
         """The layers of this rank that may be changed. An embedding that is the head, too, is one of both at either end

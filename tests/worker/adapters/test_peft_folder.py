@@ -217,24 +217,6 @@ def test_a_checksum_is_of_every_number_and_of_the_scale(adapter: Path, base: tup
     assert len({*found}) == 3
 
 
-def test_several_threads_read_what_one_reads_and_refuse_what_it_refuses(
-    adapter: Path, base: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots, told = slots_of(base[1]), list[dict[str, torch.Tensor]]()
-    alone = slots.stage(adapter)
-    monkeypatch.setattr(AdapterSlots, "_readers", 3)
-    several = slots.stage(adapter)
-    assert several.checksum == alone.checksum
-    assert several.tensors.keys() == alone.tensors.keys()
-    assert all(torch.equal(alone.tensors[name], several.tensors[name]) for name in alone.tensors)
-    assert slots.stage(adapter, put=lambda tensors: told.append(dict(tensors))).checksum == alone.checksum
-    assert {name for tensors in told for name in tensors} == alone.tensors.keys()
-    assert not slots.stage(adapter, goes_on=lambda: False).tensors
-    changed(adapter, lambda tensors: tensors[f"{Q}.lora_A.weight"].fill_(torch.nan))
-    with pytest.raises(CheckpointError, match="numbers that are not finite"):
-        slots.stage(adapter)
-
-
 def test_scales_follow_the_first_pattern_that_matches(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     values = {
