@@ -1,8 +1,9 @@
 """The op set: the narrow waist between models and kernels.
 
-Every op takes contiguous torch tensors, writes into buffers that the caller owns, allocates nothing that outlives the
-call and never looks at a value on the host to decide what to launch. Index tensors are int32. `n` counts tokens, `H` is
-the hidden size, `d` the head size, `R` the number of requests in the step.
+Every op takes contiguous torch tensors (or, where it says so, such whose rows lie apart), writes into buffers that the
+caller owns, allocates nothing that outlives the call and never looks at a value on the host to decide what to launch.
+Index tensors are int32. `n` counts tokens, `H` is the hidden size, `d` the head size, `R` the number of requests in the
+step.
 
 Each signature below is the contract that every backend meets; `allspan.kernels.table` says which backend has which op.
 Batch invariance: what an op writes for a row depends on that row's inputs alone, never on how many rows come with it.
@@ -118,7 +119,8 @@ class OpSet(FusedOps, AdapterOps, CopyOps, Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """out[n, H] = x / sqrt(mean(x²) + eps) · weight. weight float32 [H]. `out` may be `x`."""
+        """out[n, H] = x / sqrt(mean(x²) + eps) · weight. weight float32 [H]. `out` may be `x`; where it is
+        not, rows of x may lie apart."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """residual += x, then out = rms_norm(residual). All [n, H]; `out` may be `x`."""
@@ -352,7 +354,8 @@ class OpSet(FusedOps, AdapterOps, CopyOps, Protocol):
         """In place: rms_norm of the first L elements of kv [n, L + rot], a token's latent and its key that turns, with
         weight float32 [L]; rotary of the last rot elements of kv and of each head of q [n, Hq, d + rot], and q times
         rotation.q_scales[position]; then kv goes to cache [pages, 1, page_size, ..] as `append_kv` writes keys, or to
-        one of float8_e4m3fn, with zero = 0, scale = max(most |x| / 448, 1e-5) and n = e4m3(x / scale)."""
+        one of float8_e4m3fn, with zero = 0, scale = max(most |x| / 448, 1e-5) and n = e4m3(x / scale). Rows of q and kv
+        may lie apart."""
 
     def latent_attention(
         self,
@@ -369,7 +372,7 @@ class OpSet(FusedOps, AdapterOps, CopyOps, Protocol):
 
         The cache is that of `latent_append`: L elements of the latent, then rot that all heads' keys end with. The key
         of a head is (latent · k_up, those that turn), its value latent · v_upᵀ. q [n, Hq, d + rot], out [n, Hq, e].
-        `meta` is that of `attention` for Hq heads that read one KV head of L + rot elements.
+        `meta` is that of `attention` for Hq heads that read one KV head of L + rot elements. Rows of q may lie apart.
 
         A backend may make keys and values (2 · Hq · (d + rot + e) operations for a query and a token, and 2 · Hq · L ·
         (d + e) for each token read), or keep latents: (q · k_upᵀ) is the query of a latent, and v_up multiplies what

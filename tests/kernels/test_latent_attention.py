@@ -138,6 +138,25 @@ def test_what_is_appended_has_the_bits_of_the_single_ops(backend: str, dtype: to
     assert scales[0] is None or same(scales[0], scales[1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("backend", backends())
+def test_rows_may_be_columns_of_a_wider_tensor(backend: str) -> None:
+    ops, heads, sizes = op_set(backend, 2), 5, (40, 9, 6, 11)
+    latent, key, rot, _ = sizes
+    q, weights, cache, scales, *rest, out = latent_case(heads, sizes, 16, BF16, [(1, 33), (3, 20)])
+    n, width, norm = len(q), q[0].numel(), randn(latent, seed=4)
+    kv, cos_sin = randn(n, latent + rot, seed=3), randn(40, rot, seed=6)
+    rotation, slots = Rotation(torch.arange(n).int(), cos_sin), torch.arange(n).int()
+    both = torch.cat((torch.full((n, 2), 7.0), q.flatten(1), kv), 1)
+    found = []
+    for own_q, own_kv in ((q, kv), (both[:, 2 : 2 + width].unflatten(1, (heads, key + rot)), both[:, 2 + width :])):
+        own, its = cache.clone(), torch.empty_like(out)
+        ops.latent_append(own_q, own_kv, norm, 1e-6, rotation, own, scales, slots)
+        ops.latent_attention(own_q, weights, own, scales, *rest, its)
+        found.append((own_q, own_kv, own, its))
+    assert all(same(*each) for each in zip(*found, strict=True))
+    assert (both[:, :2] == 7).all()
+
+
 @pytest.mark.parametrize("backend", NATIVE[:1])
 def test_what_does_not_fit_is_refused(backend: str) -> None:
     ops = op_set(backend)

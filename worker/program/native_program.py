@@ -54,7 +54,7 @@ class NativeProgram:
                 shape = (self._capacity[slot.rows], *slot.shape)
                 if slot.storage not in storages:
                     storages[slot.storage] = torch.zeros(shape, dtype=slot.dtype(torch.float32))
-                self._buffers[i] = slot.rows, storages[slot.storage].view(shape)
+                self._buffers[i] = slot.rows, slot.within(storages[slot.storage])
                 self._native.bind(i, self._buffers[i][1])
             else:
                 self._names[slot.name] = i

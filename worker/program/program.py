@@ -51,7 +51,7 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """[rows, *shape], in the model's dtype for activations, float32 where it `is_exact`, or int32 where it
-    `is_integer`. Buffers of one `storage` are the same memory in different shapes."""
+    `is_integer`. Buffers of one `storage` are the same memory in different shapes, or some columns of it."""
 
     name: str
     rows: Rows
@@ -59,6 +59,13 @@ class Buffer:
     storage: str
     is_exact: bool = False
     is_integer: bool = False
+    first: int = 0
+    """Its first element among those of a row of its storage."""
+
+    def within(self, storage: Tensor) -> Tensor:
+        """Returns the buffer as a view of its storage [rows, ..]; rows of some columns lie apart."""
+        own = storage.flatten(1)[:, self.first : self.first + math.prod(self.shape)]
+        return own.view(len(storage), *self.shape)
 
     def dtype(self, activations: torch.dtype) -> torch.dtype:
         """Its elements' type where activations have this one."""
@@ -152,6 +159,17 @@ class ProgramBuilder:
         name = f"{buffer.name} as {' x '.join(map(str, shape))}"
         return self._add(replace(buffer, name=name, shape=shape))
 
+    def columns(self, slot: Slot, first: int, *shape: int) -> Slot:
+        """Columns of the buffer `slot` from the `first` on, in rows of this shape, which lie apart: for ops that say
+        that they take such."""
+        buffer, width = self._buffer(slot), math.prod(shape)
+        if first + width > math.prod(buffer.shape):
+            raise InternalError(
+                f"slot {buffer.name!r} of shape {buffer.shape} has no columns {first} to {first + width}"
+            )
+        name = f"{buffer.name} from {first} as {' x '.join(map(str, shape))}"
+        return self._add(replace(buffer, name=name, shape=shape, first=buffer.first + first))
+
     def width(self, slot: Slot) -> int:
         """Elements in a row of a buffer."""
         return math.prod(self._buffer(slot).shape)
@@ -232,8 +250,7 @@ class Interpreter:
         }
         for i, slot in enumerate(program.slots):
             if isinstance(slot, Buffer):
-                shape = (self._capacity[slot.rows], *slot.shape)
-                self._buffers.append((i, slot.rows, storages[slot.storage].view(shape)))
+                self._buffers.append((i, slot.rows, slot.within(storages[slot.storage])))
         self._calls: list[tuple[Callable[..., None], tuple[Argument, ...], Rows]] = [
             (function_of(op, ops, collectives), op.arguments, op.rows) for op in program.ops
         ]

@@ -7,7 +7,8 @@
 namespace allspan {
 
 struct LatentArgs {
-  const float* q;    // [n, heads, key_dim + rotary_dim]
+  const float* q;  // [n, heads, key_dim + rotary_dim], rows q_stride elements apart
+  int64_t q_stride;
   const void* k_up;  // [heads, latent_dim, key_dim], of `type`
   const void* v_up;  // [heads, value_dim, latent_dim]
   float* absorbed;   // [n, heads, latent_dim + rotary_dim]

@@ -20,8 +20,8 @@ CacheArgs take_latents(OpArguments& args, int first, int64_t dim, int64_t kept) 
 
 // q, kv, weight, eps, (positions, cos_sin, q_scales), cache, scales, slots.
 Task latent_append(Runtime& runtime, OpArguments& args) {
-  const Tensor q = args.floats(args.at(0), "q", {kAny, kAny, kAny});
-  const Tensor kv = args.floats(args.at(1), "kv", {q.shape[0], kAny});
+  const Tensor q = args.rows(args.at(0), "q", {kAny, kAny, kAny});
+  const Tensor kv = args.rows(args.at(1), "kv", {q.shape[0], kAny});
   const Tensor weight = args.floats(args.at(2), "weight", {kAny});
   const float eps = args.number<float>(3);
   const Tensor cos_sin = args.floats(args.at(5), "cos_sin", {kAny, kAny});
@@ -36,7 +36,7 @@ Task latent_append(Runtime& runtime, OpArguments& args) {
   const Input* slots = args.input(9, "slots", q.shape[0], cache.pages * cache.page_size);
   const Kernels& kernels = runtime.kernels();
   const auto token = [=, &kernels](int64_t row) {
-    float *own = q.floats() + row * heads * q_dim, *k = kv.floats() + row * dim;
+    float *own = q.floats() + row * q.stride, *k = kv.floats() + row * kv.stride;
     const int32_t* position = positions->data + row;
     kernels.rms_norm(k, nullptr, weight.floats(), eps, k, 1, latent);
     kernels.rotary(k + latent, 1, dim, position, cos_sin.floats(), rot, 1);
@@ -54,7 +54,7 @@ Task latent_append(Runtime& runtime, OpArguments& args) {
 
 // q, (k_up, v_up), cache, scales, meta, absorbed, mixed, out.
 Task latent_attention_op(Runtime& runtime, OpArguments& args) {
-  const Tensor q = args.floats(args.at(0), "q", {kAny, kAny, kAny});
+  const Tensor q = args.rows(args.at(0), "q", {kAny, kAny, kAny});
   const int64_t rows = q.shape[0], heads = q.shape[1];
   const Tensor k_up = args.weights(args.at(1), "k_up", {heads, kAny, kAny});
   const Tensor v_up = args.weights(args.at(2), "v_up", {heads, kAny, k_up.shape[1]});
@@ -66,9 +66,9 @@ Task latent_attention_op(Runtime& runtime, OpArguments& args) {
   const Tensor mixed = args.floats(args.at(7), "mixed", {rows, heads, latent});
   const Tensor out = args.floats(args.at(8), "out", {rows, heads, value});
   const BatchInput* batch = args.batch(5, rows, {heads, 1, cache.pages, cache.page_size});
-  const LatentArgs latents{
-      q.floats(), k_up.data, v_up.data, absorbed.floats(), mixed.floats(), out.floats(), heads, key,
-      rot,        latent,    value,     k_up.type()};
+  const LatentArgs latents{q.floats(),     q.stride,     k_up.data,  v_up.data, absorbed.floats(),
+                           mixed.floats(), out.floats(), heads,      key,       rot,
+                           latent,         value,        k_up.type()};
   const Kernels& kernels = runtime.kernels();
   return {rows, [=, &kernels](Worker& worker, int64_t count) {
             if (count > 0)

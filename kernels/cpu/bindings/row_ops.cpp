@@ -26,6 +26,12 @@ Task norm_rows(Runtime& runtime, const Tensor& x, float* residual, const Tensor&
   const Kernels& kernels = runtime.kernels();
   return {x.shape[0], [=, &kernels](Worker& worker, int64_t rows) {
             worker.split(rows * each, rows_per_part(width), [&](int64_t begin, int64_t end) {
+              if (x.stride != each * width) {  // rows that lie apart
+                for (int64_t row = begin; row < end; ++row)
+                  kernels.rms_norm(x.floats() + row * x.stride, nullptr, weight.floats(), eps,
+                                   out.floats() + row * width, 1, width);
+                return;
+              }
               const int64_t at = begin * width;
               kernels.rms_norm(x.floats() + at, residual ? residual + at : nullptr, weight.floats(), eps,
                                out.floats() + at, end - begin, width);
@@ -34,7 +40,7 @@ Task norm_rows(Runtime& runtime, const Tensor& x, float* residual, const Tensor&
 }
 
 Task rms_norm(Runtime& runtime, OpArguments& args) {
-  const Tensor x = args.floats(args.at(0), "x", {kAny, kAny});
+  const Tensor x = args.rows(args.at(0), "x", {kAny, kAny});
   const Tensor weight = args.floats(args.at(1), "weight", {x.shape[1]});
   const Tensor out = args.floats(args.at(3), "out", {x.shape[0], x.shape[1]});
   return norm_rows(runtime, x, nullptr, weight, args.number<float>(2), out);

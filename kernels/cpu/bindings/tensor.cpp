@@ -62,10 +62,10 @@ Dtype dtype_of(const DLTensor& t) {
   return Dtype::kOther;
 }
 
-bool contiguous(const DLTensor& t) {
+bool contiguous(const DLTensor& t, int first) {
   if (!t.strides) return true;
   int64_t expected = 1;
-  for (int i = t.ndim - 1; i >= 0; --i) {
+  for (int i = t.ndim - 1; i >= first; --i) {
     if (t.shape[i] == 0) return true;
     if (t.shape[i] != 1 && t.strides[i] != expected) return false;
     expected *= t.shape[i];
@@ -88,7 +88,7 @@ void Arguments::require(bool holds, const char* message) const {
   if (!holds) throw nb::value_error((std::string(op_) + ": " + message).c_str());
 }
 
-Tensor Arguments::take(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
+Tensor Arguments::take(nb::handle object, const char* name, std::initializer_list<int64_t> shape, int first) const {
   const std::string where = std::string(op_) + ": " + name;
   const int is_tensor = PyObject_IsInstance(object.ptr(), torch().tensor_type.ptr());
   if (is_tensor < 0) throw nb::python_error();
@@ -96,15 +96,17 @@ Tensor Arguments::take(nb::handle object, const char* name, std::initializer_lis
   DLTensor t;
   if (torch().exchange->tensor_from_object(object.ptr(), &t) != 0) throw nb::python_error();
   if (t.device_type != kCpu) throw nb::type_error((where + " is not on the CPU").c_str());
-  if (!contiguous(t)) throw nb::type_error((where + " is not contiguous").c_str());
+  if (!contiguous(t, first)) throw nb::type_error((where + " is not contiguous").c_str());
   bool same = t.ndim == static_cast<int32_t>(shape.size());
   for (int i = 0; same && i < t.ndim; ++i) same = shape.begin()[i] == kAny || shape.begin()[i] == t.shape[i];
   if (!same)
     throw nb::value_error(
         (where + " has shape " + shape_text(t.shape, t.ndim) + ", not " + shape_text(shape.begin(), shape.size()))
             .c_str());
-  Tensor view{static_cast<char*>(t.data) + t.byte_offset, t.ndim, {0, 0, 0, 0}, dtype_of(t)};
+  Tensor view{static_cast<char*>(t.data) + t.byte_offset, t.ndim, {0, 0, 0, 0}, dtype_of(t), 1};
   for (int i = 0; i < t.ndim; ++i) view.shape[i] = t.shape[i];
+  for (int i = 1; i < t.ndim; ++i) view.stride *= t.shape[i];
+  if (first && t.strides && t.ndim && t.shape[0] > 1) view.stride = t.strides[0];
   return view;
 }
 
@@ -118,9 +120,16 @@ namespace {
 }  // namespace
 
 Tensor Arguments::floats(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
-  const Tensor t = take(object, name, shape);
-  if (t.dtype != Dtype::kFloat32) refuse_dtype(op_, object, name, "torch.float32");
-  return t;
+  return floats(object, name, take(object, name, shape));
+}
+
+Tensor Arguments::rows(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {
+  return floats(object, name, take(object, name, shape, 1));
+}
+
+Tensor Arguments::floats(nb::handle object, const char* name, const Tensor& taken) const {
+  if (taken.dtype != Dtype::kFloat32) refuse_dtype(op_, object, name, "torch.float32");
+  return taken;
 }
 
 Tensor Arguments::ints(nb::handle object, const char* name, std::initializer_list<int64_t> shape) const {

@@ -19,6 +19,7 @@ struct Tensor {
   int rank;
   int64_t shape[4];
   Dtype dtype;
+  int64_t stride;  // elements from one of the first extent to the next
 
   float* floats() const { return static_cast<float*>(data); }
   const int32_t* ints() const { return static_cast<const int32_t*>(data); }
@@ -41,6 +42,8 @@ class Arguments {
 
   // shape: kAny matches any extent.
   Tensor floats(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
+  // The same of rows, each contiguous, that may lie apart.
+  Tensor rows(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   Tensor ints(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   int64_t* longs(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
   // float32 or bfloat16.
@@ -60,7 +63,9 @@ class Arguments {
   const char* op() const { return op_; }
 
  private:
-  Tensor take(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape) const;
+  // first: the first extent whose elements must lie together.
+  Tensor take(nanobind::handle object, const char* name, std::initializer_list<int64_t> shape, int first = 0) const;
+  Tensor floats(nanobind::handle object, const char* name, const Tensor& taken) const;
   const char* op_;
 };
 

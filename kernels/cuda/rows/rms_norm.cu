@@ -40,11 +40,11 @@ __device__ __forceinline__ float sum_of_block(float sum, float* parts) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    norm_rows(const void* addend, void* source, const void* weight, float eps, void* out, float* scales,
-              long long scale_row, long long scale_group, int width) {
+    norm_rows(const void* addend, void* source, long long source_stride, const void* weight, float eps, void* out,
+              float* scales, long long scale_row, long long scale_group, int width) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const long long row = blockIdx.x;
-  const long long first = row * width, from = OP == kSilu ? 2 * first : first;
+  const long long first = row * width, from = row * source_stride;
 
   // Weights are there from the beginning. All loads come before the first store, which the compiler cannot move them
   // over.
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (ADDEND != kNothing) {
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) x[i][j] = rounded<SOURCE>(x[i][j] + y[i][j]);
-      store<SOURCE, kUnit>(source, first + at, width - at, x[i]);
+      store<SOURCE, kUnit>(source, from + at, width - at, x[i]);
     }
     if constexpr (kNorms) {
 #pragma unroll

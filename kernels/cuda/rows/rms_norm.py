@@ -37,7 +37,9 @@ _BLOCK, _MOST_BLOCK, _MOST_UNITS = 512, 1024, 8
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """See `OpSet.rms_norm`."""
     check("out", out, FLOATS, (len(x), x.shape[1]))
-    check_norm(x, x, weight)
+    check("weight", weight, FLOATS, (x.shape[1],))
+    if x.dtype not in FLOATS or x.stride(1) != 1:
+        raise ValueError(f"x: {x.dtype} {tuple(x.shape)} {x.stride()} is not of floats, each row contiguous")
     norm_rows("norm", x, None, (weight, eps), out)
 
 
@@ -85,7 +87,7 @@ def norm_rows(
         None if weight is None else weight.dtype,
         out.dtype,
     )
-    whole = is_whole(width, source, addend, weight, out)
+    whole = is_whole(width, source, addend, weight, out) * int(source.stride(0) % 8 == 0)
     threads = -(-units // each // 32) * 32
     if (
         op == "silu"
@@ -96,7 +98,10 @@ def norm_rows(
     ):
         return
     function = _norm_kernel(op, types, each, is_grouped, most, whole)
-    arguments = [addend, source, weight, np.float32(eps), out, scales, *strides_of(scales), np.int32(width)]
+    arguments = [
+        addend, source, np.int64(source.stride(0)), weight, np.float32(eps), out, scales, *strides_of(scales),
+        np.int32(width),
+    ]  # fmt: skip
     launch(function, (n,), threads, arguments, is_early=EARLY)
 
 

@@ -62,6 +62,17 @@ def test_norms_agree_with_float64(device: str) -> None:
     check_add_norm((3, 576), (F32, F16, F32), device)
 
 
+@pytest.mark.parametrize("first", [8, 3])
+def test_rows_that_are_columns_of_a_wider_tensor_are_normed(first: int, device: str) -> None:
+    """Where they lie at multiples of 16 bytes, and where they do not."""
+    wide, weight = rows(3, 608, dtype=BF16, device=device), rows(576, dtype=F32, device=device, seed=1)
+    x, out = wide[:, first : first + 576], torch.empty(3, 576, dtype=BF16, device=device)
+    expected = torch.empty_like(out)
+    rms_norm(x, weight, EPS, out)
+    rms_norm(x.contiguous(), weight, EPS, expected)
+    torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight", [F32, BF16])
 @pytest.mark.parametrize("other", [F32, BF16])
