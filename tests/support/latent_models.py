@@ -55,7 +55,8 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "v3, halves": (
         "deepseek_v3",
-        {"n_group": 1, "topk_group": 1, "rope_interleave": False, "first_k_dense_replace": 2, "q_lora_rank": None},
+        {"n_group": 1, "topk_group": 1, "rope_interleave": False, "first_k_dense_replace": 2, "q_lora_rank": None}
+        | {"attention_bias": True},
     ),
     "v3, wide": (
         "deepseek_v3",

@@ -28,7 +28,7 @@ from allspan.worker.weights.latent_gguf_file import LatentGgufFile
 from support.family_files import save_family_gguf
 from support.family_rows import FamilyRow
 from support.latent_models import IDS, MODELS, SIZES, YARN, save_latent
-from support.quantised_checkpoints import FP8_BLOCKS, fp8_of_blocks, quantise_folder
+from support.quantised_checkpoints import FORMS, FP8_BLOCKS, fp8_of_blocks, quantise_folder
 from support.tiny_models import logits_on_ranks, reference_logits, relative_error
 
 _HEADS = {"attention.kv_lora_rank": 32, "rope.dimension_count": 8, "leading_dense_block_count": 1}
@@ -150,9 +150,26 @@ def test_blocks_of_fp8_may_end_within_a_latent_and_its_key(tmp_path: Path, caplo
     gpu = prepare(ModelConfig(str(tmp_path), "m", dtype="bfloat16", device="cuda"), CacheConfig(), 0, 1).holding
     held = {piece.name: gpu.tensors(piece) for piece in gpu.pieces if isinstance(piece, Linear)}
     kinds = {name: {tensor.dtype for tensor in each.values()} for name, each in held.items() if ".0." in name}
-    packed = ("q_a", "q_b", "kv_a", "o", "gate_up", "down")
+    packed = ("qkv_a", "q_b", "o", "gate_up", "down")
     assert kinds == {f"layers.0.{name}": {torch.uint8} for name in packed} | {"layers.0.kv_b": {torch.bfloat16}}
-    assert held["layers.0.kv_a"]["layers.0.kv_a.weight"].shape == (576, 160 + 2 * 16 + 8)
+    assert held["layers.0.qkv_a"]["layers.0.qkv_a.weight"].shape == (136 + 576, 160 + 2 * 16 + 8)
+
+
+@pytest.mark.parametrize("name", ["v2 lite", "v2"])
+def test_queries_and_latents_in_different_formats_are_two_products(name: str, tmp_path: Path) -> None:
+    """Of layer 1 alone."""
+    model = save_latent(tmp_path, name)
+    kept = (".gate.", "kv_b_proj", "mlp.experts.", "layers.1.self_attn.kv_a_proj_with_mqa")
+    decoded = quantise_folder(tmp_path, *FORMS["compressed-int8-alone"], kept)
+    model.load_state_dict({key: weight.float() for key, weight in decoded.items()}, strict=False)
+    holding = prepare(ModelConfig(str(tmp_path), "m", dtype="float32"), CacheConfig(), 1, 2).holding
+    held = {piece.name: list(holding.tensors(piece)) for piece in holding.pieces}
+    assert held["layers.0.qkv_a"] == ["layers.0.qkv_a.weight"]
+    assert held["layers.1.qkv_a"] == ["layers.1.qkv_a.weight.0", "layers.1.qkv_a.weight.1"]
+    expected = reference_logits(model, IDS)
+    for ranks in (1, 2):
+        found = logits_on_ranks(tmp_path, ranks, [IDS], dtype="float32", backend="cpu")[0]
+        assert relative_error(found, expected) < 0.02
 
 
 def test_scales_of_blocks_that_do_not_cover_latent_and_key_are_refused(tmp_path: Path) -> None:

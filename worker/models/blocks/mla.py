@@ -24,8 +24,8 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """An AttentionBlock. Weights: q, or with `q_rank` q_a, q_a_norm and q_b; kv_a, kv_a_norm, kv_b and o. Ranks share
-    out the heads; every rank has the whole latents, and kv_a and q_a."""
+    """An AttentionBlock. Weights: qkv_a (q, or with `q_rank` q_a, and kv_a stacked), kv_a_norm, kv_b and o, and with
+    `q_rank` q_a_norm and q_b. Ranks share out the heads; every rank has the whole latents, and kv_a and q_a."""
 
     num_heads: int
     q_rank: int
@@ -43,7 +43,7 @@ class Mla:
     is_interleaved: bool = True
     """Whether checkpoints have the pairs that turn side by side."""
     bias: bool = False
-    """Whether q_a, kv_a and o have biases."""
+    """Whether q_a, kv_a and o have biases: then q has none, and lies apart from kv_a."""
 
     @property
     def lifetime(self) -> PageLifetime:
@@ -68,18 +68,23 @@ class Mla:
     def pieces(self, prefix: str, hidden: Axis) -> tuple[Piece, ...]:
         latent, turned = Axis(self.kv_rank), self.rotary_dim * self.is_interleaved
         query_heads = Axis(self.num_heads, self.key_dim + self.rotary_dim, ATTENTION)
-        name, inputs = ("q_b", Axis(self.q_rank)) if self.q_rank else ("q", hidden)
-        queries: tuple[Piece, ...] = (
-            Linear(prefix + name, (Part(prefix + name, query_heads, turned, self.key_dim),), inputs),
-        )
-        if self.q_rank:
-            down = Linear(prefix + "q_a", (Part(prefix + "q_a", inputs),), hidden, self.bias)
-            queries = (down, Vector(prefix + "q_a_norm.weight", inputs), *queries)
         kv_a = Part(prefix + "kv_a", self.kv_heads, turned, self.kv_rank)
         kv_b = Part(prefix + "kv_b", Axis(self.num_heads, self.key_dim + self.value_dim, ATTENTION))
+        made: tuple[Piece, ...]
+        if self.q_rank:
+            inputs = Axis(self.q_rank)
+            made = (
+                Linear(prefix + "qkv_a", (Part(prefix + "q_a", inputs), kv_a), hidden, self.bias),
+                Vector(prefix + "q_a_norm.weight", inputs),
+                Linear(prefix + "q_b", (Part(prefix + "q_b", query_heads, turned, self.key_dim),), inputs),
+            )
+        else:
+            q = Part(prefix + "q", query_heads, turned, self.key_dim)
+            made = (Linear(prefix + "qkv_a", (q, kv_a), hidden),)
+            if self.bias:
+                made = Linear(prefix + "q", (q,), hidden), Linear(prefix + "kv_a", (kv_a,), hidden, has_bias=True)
         return (
-            *queries,
-            Linear(prefix + "kv_a", (kv_a,), hidden, self.bias),
+            *made,
             Vector(prefix + "kv_a_norm.weight", latent),
             Linear(prefix + "kv_b", (kv_b,), latent, key_rows=self.key_dim),
             Linear(prefix + "o", (Part(prefix + "o", hidden),), self.heads, self.bias),
@@ -88,9 +93,7 @@ class Mla:
     def mix(self, sub: Sublayer, x: Slot) -> Slot:
         """New latents go to the cache before queries read it."""
         program, heads, width = sub.program, len(sub.shard.units(self.heads)), self.kv_rank + self.rotary_dim
-        queries = self._queries(sub, x, heads)
-        kv = sub.buffer("latent", width)
-        sub.linear("kv_a", x, kv)
+        queries, kv = self._queries_and_latents(sub, x, heads)
         table = sub.constant(
             "cos_sin",
             (self.rotary, self.rotary_dim),
@@ -115,17 +118,25 @@ class Mla:
         )
         return attended
 
-    def _queries(self, sub: Sublayer, x: Slot, heads: int) -> Slot:
-        size = self.key_dim + self.rotary_dim
-        queries = sub.buffer("q", heads * size)
-        if self.q_rank:
-            made = sub.buffer("q_a", self.q_rank)
-            sub.linear("q_a", x, made)
-            sub.program.op("rms_norm", made, sub.weight("q_a_norm.weight"), _EPSILON, made)
-            sub.linear("q_b", made, queries)
-        else:
+    def _queries_and_latents(self, sub: Sublayer, x: Slot, heads: int) -> tuple[Slot, Slot]:
+        """One product makes both, or what queries are made of, and the ops that follow read columns of it."""
+        program, size, width = sub.program, self.key_dim + self.rotary_dim, self.kv_rank + self.rotary_dim
+        if self.bias and not self.q_rank:
+            queries, kv = sub.buffer("q", heads * size), sub.buffer("latent", width)
             sub.linear("q", x, queries)
-        return sub.program.view(queries, heads, size)
+            sub.linear("kv_a", x, kv)
+            return program.view(queries, heads, size), kv
+        first = self.q_rank or heads * size
+        both = sub.buffer("qkv_a", first + width)
+        sub.linear("qkv_a", x, both)
+        kv = program.columns(both, first, width)
+        if not self.q_rank:
+            return program.columns(both, 0, heads, size), kv
+        made, queries = sub.buffer("q_a", self.q_rank), sub.buffer("q", heads * size)
+        norm = sub.weight("q_a_norm.weight")
+        program.op("rms_norm", program.columns(both, 0, self.q_rank), norm, _EPSILON, made)
+        sub.linear("q_b", made, queries)
+        return program.view(queries, heads, size), kv
 
     def project(self, sub: Sublayer, attended: Slot) -> None:
         sub.add_linear("o", attended)
