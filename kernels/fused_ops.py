@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
 if TYPE_CHECKING:
-    from allspan.kernels.ops import Routing
+    from allspan.kernels.ops import LatentWeights, Rotation, Routing
 
 T = TypeVar("T")
 """Tensor, or what stands for one while a program is built."""
@@ -60,6 +60,29 @@ class BaseProduct(NamedTuple, Generic[T]):
     epilogue: str
 
 
+class NewLatents(NamedTuple, Generic[T]):
+    """Latents as `OpSet.latent_append` takes them, what norms them, and where they go."""
+
+    kv: T
+    weight: T
+    eps: float
+    slots: T
+
+
+class LatentPages(NamedTuple, Generic[T]):
+    """Pages of latents and their scales."""
+
+    cache: T
+    scales: T | None
+
+
+class LatentRooms(NamedTuple, Generic[T]):
+    """What `OpSet.latent_attention` needs for a while."""
+
+    absorbed: T
+    mixed: T
+
+
 class FusedOps(Protocol):
     """What an op set offers of these."""
 
@@ -76,6 +99,19 @@ class FusedOps(Protocol):
     ) -> None:
         """`rms_norm` of the residual stream, written to x, `linear` of that with the router's weight, and `route`: see
         `with_fused_routers` of allspan.worker.program.fused."""
+
+    def append_and_attend(
+        self,
+        q: Tensor,
+        new: NewLatents[Tensor],
+        rotation: Rotation[Tensor],
+        weights: LatentWeights[Tensor],
+        pages: LatentPages[Tensor],
+        meta: Any,
+        rooms: LatentRooms[Tensor],
+        out: Tensor,
+    ) -> None:
+        """`latent_append`, then `latent_attention`: see `with_fused_latents` of allspan.worker.program.fused."""
 
     def adapted_linear(
         self,

@@ -77,7 +77,7 @@ REFERENCE = {
     "packed_linear_add": "allspan.kernels.reference.packed_linear:packed_linear_add",
     "packed_gated_linear": "allspan.kernels.reference.packed_linear:packed_gated_linear",
     **{op: f"allspan.kernels.reference.experts:{op}" for op in (*EXPERT_OPS, "norm_route")},
-    **{op: f"allspan.kernels.reference.latent:{op}" for op in LATENT_OPS},
+    **{op: f"allspan.kernels.reference.latent:{op}" for op in (*LATENT_OPS, "append_and_attend")},
     **{op: f"allspan.kernels.reference.adapters:{op}" for op in (*ADAPTER_OPS, "adapted_linear")},
 }
 
@@ -93,7 +93,7 @@ _COMPILED = (
 )
 CPU = {op: f"allspan.kernels.cpu._native:{op}" for op in _COMPILED}
 CPU |= {op: REFERENCE[op] for op in ("gather_columns", "put_rows")}  # no decode of a CPU has them
-CPU |= {op: REFERENCE[op] for op in ("norm_route",)}  # programs of CPUs are not changed for it
+CPU |= {op: REFERENCE[op] for op in ("norm_route", "append_and_attend")}  # programs of CPUs are not changed for it
 
 CUDA = {
     "embedding": "allspan.kernels.cuda.rows.elementwise:embedding",
@@ -129,6 +129,7 @@ CUDA = {
     "adapted_linear": "allspan.kernels.cuda.adapters.adapted_linear:adapted_linear",
     "latent_append": "allspan.kernels.cuda.latent.append:latent_append",
     "latent_attention": "allspan.kernels.cuda.latent.attention:latent_attention",
+    "append_and_attend": "allspan.kernels.cuda.latent.attention:append_and_attend",
     **{op: f"allspan.kernels.cuda.moe.rows:{op}" for op in ("expert_gather", "expert_gated_mul", "scale_rows")},
 }
 

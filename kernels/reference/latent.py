@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.attention_meta import AttentionMeta
+from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
 from allspan.kernels.ops import LatentWeights, Rotation
 from allspan.kernels.reference import elementwise
 from allspan.kernels.reference.attention import append_rows, attention, tokens_of
@@ -52,6 +53,21 @@ def latent_attention(
     absorbed[..., width:] = q[..., kept:]
     attention(absorbed, cache, cache, scales, scales, None, meta, mixed)
     out.copy_(torch.einsum("nhl,hel->nhe", mixed.float(), weights.v_up.float()))
+
+
+def append_and_attend(
+    q: Tensor,
+    new: NewLatents[Tensor],
+    rotation: Rotation[Tensor],
+    weights: LatentWeights[Tensor],
+    pages: LatentPages[Tensor],
+    meta: AttentionMeta,
+    rooms: LatentRooms[Tensor],
+    out: Tensor,
+) -> None:
+    """See `FusedOps.append_and_attend`."""
+    latent_append(q, new.kv, new.weight, new.eps, rotation, *pages, new.slots)
+    latent_attention(q, weights, *pages, meta, *rooms, out)
 
 
 def log_sums(queries: Tensor, cache: Tensor, scales: Tensor | None, meta: AttentionMeta) -> Tensor:

@@ -44,10 +44,10 @@ ELSEWHERE = {
     *EXPERT_OPS,
     *LATENT_OPS,
     *ADAPTER_OPS,
-    *("norm_route", "adapted_linear"),
+    *("norm_route", "append_and_attend", "adapted_linear"),
 }
 """Ops with tables of cases of their own: test_rotary_append.py, test_packed_*.py, test_experts.py, test_adapters.py,
-test_latent_attention.py, cuda/test_norm_route.py, cuda/test_adapters.py."""
+test_latent_attention.py, cuda/test_norm_route.py, cuda/test_latent.py, cuda/test_adapters.py."""
 
 
 def test_the_table_of_cases_covers_every_op() -> None:

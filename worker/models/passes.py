@@ -23,6 +23,7 @@ from allspan.worker.models.step_runner import StepRunner
 from allspan.worker.parallel.base import Collectives
 from allspan.worker.program.fused import (
     with_fused_adapters,
+    with_fused_latents,
     with_fused_routers,
     with_fused_sums,
     with_whole_logits,
@@ -182,6 +183,8 @@ class Passes:
             program = with_fused_sums(program)
         if "norm_route" not in self._ops.reference_ops:
             program = with_fused_routers(program)
+        if "append_and_attend" not in self._ops.reference_ops:
+            program = with_fused_latents(program)
         if "adapted_linear" not in self._ops.reference_ops:
             program = with_fused_adapters(program)
         return with_whole_logits(program, self._own_widths) if self._gathers else program

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct, ExpertChoice, RouterProduct, RowNorm
+from allspan.kernels.fused_ops import (
+    AdapterMatrices,
+    BaseProduct,
+    ExpertChoice,
+    LatentPages,
+    LatentRooms,
+    NewLatents,
+    RouterProduct,
+    RowNorm,
+)
 from allspan.worker.program.program import Buffer, Op, Program, Rows, Slot
 
 _Values = tuple[Any, ...]
@@ -37,6 +46,22 @@ def with_fused_routers(program: Program) -> Program:
             if read == x and product[-1] == logits:
                 fused = RowNorm(weight, eps), x, RouterProduct(*product), ExpertChoice(bias, places, spec)
                 ops[-2:] = [replace(op, name="norm_route", arguments=(residual, *fused, *rest))]
+                continue
+        ops.append(op)
+    return replace(program, ops=tuple(ops))
+
+
+def with_fused_latents(program: Program) -> Program:
+    """The append of new latents and the attention that reads them are one op."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if ops and ops[-1].name == "latent_append" and op.name == "latent_attention":
+            q, kv, weight, eps, rotation, *written, slots = cast(_Values, ops[-1].arguments)
+            queries, weights, *read, meta, absorbed, mixed, out = cast(_Values, op.arguments)
+            if queries == q and read == written:
+                new, rooms = NewLatents(kv, weight, eps, slots), LatentRooms(absorbed, mixed)
+                fused = q, new, rotation, weights, LatentPages(*read), meta, rooms, out
+                ops[-1] = replace(op, name="append_and_attend", arguments=fused)
                 continue
         ops.append(op)
     return replace(program, ops=tuple(ops))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows.arguments import EARLY, TYPES, check
+from allspan.kernels.fused_ops import NewLatents
 from allspan.kernels.ops import Rotation
 
 LEAST_CAPABILITY = (7, 5)
@@ -21,7 +23,7 @@ MOST_WIDTH = 1024
 PAGES = (torch.int8, torch.float8_e4m3fn)
 """What pages hold beside elements of 16 bits, with a zero and a scale for each token."""
 
-_THREADS = 128
+_THREADS = 256
 
 
 def latent_append(
@@ -36,10 +38,21 @@ def latent_append(
 ) -> None:
     """See `OpSet.latent_append`; q and kv are of 16 bits, and a slot of -1 writes no page. float8_e4m3fn pages: zero =
     0, scale = max(largest |x| / 448, 1e-12), n = x / scale to the nearest; see `rotary_append` of this backend."""
-    positions, cos_sin, q_scales = rotation
     n, heads, size = q.shape
+    arguments = append_arguments(q, NewLatents(kv, weight, eps, slots), rotation, cache, scales)
+    if n == 0:
+        return
+    own = q, np.int64(q.stride(0)), np.int32(heads), np.int32(size), rotation.q_scales
+    launch(_kernel(cache.dtype, element_macro(q.dtype)), (n,), _THREADS, (*own, *arguments), is_early=EARLY)
+
+
+def append_arguments(
+    q: Tensor, new: NewLatents[Tensor], rotation: Rotation[Tensor], cache: Tensor, scales: Tensor | None
+) -> tuple[Any, ...]:
+    """Returns the arguments of the kernels that are of new latents and their pages, and raises ValueError for what they
+    would read or write past."""
+    (kv, weight, eps, slots), (positions, cos_sin, q_scales), n = new, rotation, len(q)
     latent, rot = len(weight), cos_sin.shape[1]
-    width = latent + rot
     _check_rows(q, kv, (latent, rot))
     check("weight", weight, [torch.float32], (latent,))
     check("positions", positions, [torch.int32], (n,))
@@ -47,15 +60,11 @@ def latent_append(
     check("cos_sin", cos_sin, [torch.float32], (len(cos_sin), rot))
     if q_scales is not None:
         check("q_scales", q_scales, [torch.float32], (len(cos_sin),))
-    check_pages(cache, scales, width, q.dtype)
-    if n == 0:
-        return
-    arguments = [
-        q, np.int64(q.stride(0)), np.int32(heads), np.int32(size), kv, np.int64(kv.stride(0)), np.int32(latent),
-        np.int32(rot), weight, np.float32(eps), positions, cos_sin, q_scales, cache, scales,
-        np.int64(cache.stride(0)), np.int64(cache.stride(2)), np.int32(cache.shape[2]), slots,
-    ]  # fmt: skip
-    launch(_kernel(cache.dtype, element_macro(q.dtype)), (n,), _THREADS, arguments, is_early=EARLY)
+    check_pages(cache, scales, latent + rot, q.dtype)
+    return (
+        kv, np.int64(kv.stride(0)), np.int32(latent), np.int32(rot), weight, np.float32(eps), positions, cos_sin, cache,
+        scales, np.int64(cache.stride(0)), np.int64(cache.stride(2)), np.int32(cache.shape[2]), slots,
+    )  # fmt: skip
 
 
 def check_pages(cache: Tensor, scales: Tensor | None, width: int, dtype: torch.dtype) -> None:

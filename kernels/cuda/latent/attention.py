@@ -11,8 +11,10 @@ from allspan.kernels.cuda.attention.attention import StepAttention
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.latent import expand, products
+from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import Mode, Queries, cutting, latent_attend
-from allspan.kernels.ops import LatentWeights
+from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
+from allspan.kernels.ops import LatentWeights, Rotation
 
 
 def latent_attention(
@@ -37,6 +39,25 @@ def latent_attention(
         step.attend_expanded(meta.decodes, meta.prefills)
 
 
+def append_and_attend(
+    q: Tensor,
+    new: NewLatents[Tensor],
+    rotation: Rotation[Tensor],
+    weights: LatentWeights[Tensor],
+    pages: LatentPages[Tensor],
+    meta: StepAttention,
+    rooms: LatentRooms[Tensor],
+    out: Tensor,
+) -> None:
+    """See `FusedOps.append_and_attend`. Of a few decodes alone the first product of attention appends, too."""
+    step = _Step(q, weights, pages, meta, *rooms, out)
+    if rotation.q_scales is None and step.is_of_few_decodes(len(q)):
+        step.attend_few(new, rotation)
+        return
+    latent_append(q, new.kv, new.weight, new.eps, rotation, *pages, new.slots)
+    latent_attention(q, weights, *pages, meta, *rooms, out)
+
+
 class _Step:
     def __init__(
         self,
@@ -57,13 +78,30 @@ class _Step:
             mixed.view(shape),
         )
 
+    def is_of_few_decodes(self, rows: int) -> bool:
+        """Whether this is a step of so many decodes and nothing else, whose products have kernels of their own."""
+        decodes = self._meta.decodes
+        if self._meta.prefills is not None or decodes is None or decodes.rows is not None:
+            return False
+        return len(decodes.kv_lens) == rows and products.runs(self._q[:rows], self._weights)
+
+    def attend_few(self, new: NewLatents[Tensor] | None, rotation: Rotation[Tensor] | None) -> None:
+        """Attends where the step `is_of_few_decodes`; new: latents that are still to be appended, None if they are."""
+        decodes = self._meta.decodes
+        assert decodes is not None
+        rows = len(decodes.kv_lens)
+        if new is None or rotation is None:
+            products.absorb(self._q[:rows], self._weights, self._queries[:rows])
+        else:
+            products.absorb_and_append(self._q, new, rotation, self._weights, self._pages, self._queries)
+        cut = cutting(Queries(self._queries, self._turned), self._pages[0], None)
+        self._attend_latents(decodes, None, None, Mode(merges=False, cutting=cut))
+        products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows], cut)
+
     def attend(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan] | None) -> None:
         rows = len(self._q) if tiled or decodes is None else len(decodes.kv_lens)
-        if tiled is None and decodes is not None and products.runs(rows, self._weights) and decodes.rows is None:
-            products.absorb(self._q[:rows], self._weights, self._queries[:rows])
-            cut = cutting(Queries(self._queries, self._turned), self._pages[0], None)
-            self._attend_latents(decodes, None, None, Mode(merges=False, cutting=cut))
-            products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows], cut)
+        if tiled is None and self.is_of_few_decodes(rows):
+            self.attend_few(None, None)
             return
         self._absorb(rows)
         self._attend_latents(decodes, tiled, None, Mode())

@@ -17,7 +17,8 @@ from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.latent import expand, merge
 from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
-from allspan.kernels.cuda.latent.attention import latent_attention
+from allspan.kernels.cuda.latent.attention import append_and_attend, latent_attention
+from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
 from allspan.kernels.ops import LatentWeights, Rotation
 from allspan.kernels.reference import latent as reference
 from support.emulator.driver import EmulatorDriver
@@ -161,6 +162,49 @@ def test_long_prompts(page: int) -> None:
 @pytest.mark.parametrize("heads", [3, 16, 20, 72])
 def test_a_few_decodes_are_merged_by_the_product_behind(heads: int, device: str) -> None:
     check(heads, (64, 16, 16, 24), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], device)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+@pytest.mark.parametrize("requests", [[(1, 90), (1, 1), (1, 33), (1, 64)], [(1, 90), (3, 33)]], ids=["few", "prompt"])
+def test_what_is_appended_with_attention_is_what_is_before_it(
+    requests: Requests, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that lie apart; with a few decodes the append is part of another kernel, more rows than heads."""
+    driver = EmulatorDriver()
+    if device == "cpu":
+        monkeypatch.setattr(modules, "driver", lambda: driver)
+    heads, sizes = 3, (64, 16, 16, 24)
+    latent, rot = sizes[0], sizes[2]
+    q, weights, cache, scales, meta, *rooms = moved(latent_case(heads, sizes, 16, dtype, requests), device)
+    n, last = len(q), [length - 1 for new, length in requests for length in range(length - new + 1, length + 1)]
+    pages = [r for r, (new, _) in enumerate(requests) for _ in range(new)]
+    table = meta.page_indices[meta.page_indptr.long()[pages] + torch.tensor(last, device=device) // 16].tolist()
+    slots = torch.tensor([p * 16 + at % 16 for p, at in zip(table, last, strict=True)]).int()
+    positions, cos_sin = torch.tensor(last).int(), randn(100, rot, seed=6)
+    rotation = Rotation(positions.to(device), cos_sin.to(device))
+    norm, kv = randn(latent, seed=7).to(device), randn(n, latent + rot, seed=8)
+    found = []
+    for is_one in (True, False):
+        both = torch.cat((q.cpu().flatten(1).float(), kv), 1).bfloat16().to(device)
+        own_q, new = both[:, : q[0].numel()].view(q.shape), both[:, q[0].numel() :]
+        own, its = cache.clone(), None if scales is None else scales.clone()
+        out = torch.full_like(rooms[-1], torch.nan)
+        rest = step(meta, heads, latent, requests, device)
+        if is_one:
+            given = NewLatents(new, norm, 1e-6, slots.to(device))
+            append_and_attend(
+                own_q, given, rotation, weights, LatentPages(own, its), rest, LatentRooms(*rooms[:2]), out
+            )
+        else:
+            latent_append(own_q, new, norm, 1e-6, rotation, own, its, slots.to(device))
+            latent_attention(own_q, weights, own, its, rest, *rooms[:2], out)
+        found.append([both, own.view(torch.uint8), its, out])
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    assert not found[0][-1].isnan().any()
+    if device == "cpu":
+        names = [each.name for each in driver.launched]
+        assert names.count("absorb_append") == int(len(requests) == 4), names
 
 
 def test_a_few_decodes_of_many_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from allspan.kernels.adapter_ops import AdapterWeights
-from allspan.kernels.ops import Routing
+from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
+from allspan.kernels.ops import LatentWeights, Rotation, Routing
 from allspan.kernels.packed_spec import PackedSpec
-from allspan.worker.program.fused import with_fused_adapters
+from allspan.worker.program.fused import with_fused_adapters, with_fused_latents
 from allspan.worker.program.program import Program, ProgramBuilder, Rows
 
 LOW = PackedSpec("bf16", "bf16", (16,), 8, memory="rows")
@@ -45,3 +46,17 @@ def test_a_layer_with_adapters_is_one_op(is_added: bool) -> None:
 def test_a_layer_of_several_products_stays_as_it_is() -> None:
     program = layer(2)
     assert with_fused_adapters(program).ops == program.ops
+
+
+def test_new_latents_and_the_attention_that_reads_them_are_one_op() -> None:
+    program = ProgramBuilder()
+    q, kv, out = (program.buffer(name, Rows.TOKENS, 8) for name in ("q", "kv", "out"))
+    cache, other, norm, slots, meta = map(program.named, ("cache", "other", "norm", "slots", "meta"))
+    rotation, weights = Rotation(*map(program.named, ("positions", "cos_sin"))), LatentWeights(norm, norm)
+    for read in (cache, other):  # the second attends over other pages
+        program.op("latent_append", q, kv, norm, 1e-6, rotation, cache, None, slots)
+        program.op("latent_attention", q, weights, read, None, meta, q, kv, out)
+    fused, *others = with_fused_latents(program.build(out)).ops
+    assert [fused.name, *(op.name for op in others)] == ["append_and_attend", "latent_append", "latent_attention"]
+    new, rooms = NewLatents(kv, norm, 1e-6, slots), LatentRooms(q, kv)
+    assert fused.arguments == (q, new, rotation, weights, LatentPages(cache, None), meta, rooms, out)
