@@ -210,8 +210,11 @@ class OpSet(FusedOps, AdapterOps, CopyOps, Protocol):
         activation: str,
         routing: Routing[Tensor],
         out: Tensor,
+        is_settled: bool = False,
     ) -> None:
-        """Writes `gated_mul` of the two parts' columns that `expert_linear` would write. out [n, k, N / 2]."""
+        """Writes `gated_mul` of the two parts' columns that `expert_linear` would write. out [n, k, N / 2].
+        is_settled: another op than what made the routing comes before this one, so that the routing is likely to be
+        there already where a backend begins ops early; see `with_settled_routings` of allspan.worker.program.fused."""
 
     def expert_gather(self, x: Tensor, columns: Tensor, routing: Routing[Tensor], out: Tensor) -> None:
         """out[token, choice] = x[token, columns[place]] of each slot of a place, or of x [n, k, K] those of the slot's

@@ -112,6 +112,7 @@ def expert_gated_linear(
     activation: str,
     routing: Routing[Tensor],
     out: Tensor,
+    is_settled: bool = False,
 ) -> None:
     """See `OpSet.expert_gated_linear`."""
     gate_up = torch.zeros(*out.shape[:2], spec.features, device=out.device)

@@ -26,6 +26,7 @@ from allspan.worker.program.fused import (
     with_fused_latents,
     with_fused_routers,
     with_fused_sums,
+    with_settled_routings,
     with_whole_logits,
 )
 from allspan.worker.program.profile import summed
@@ -182,7 +183,7 @@ class Passes:
         if self._activations in self._collectives.capabilities.fused_norms:
             program = with_fused_sums(program)
         if "norm_route" not in self._ops.reference_ops:
-            program = with_fused_routers(program)
+            program = with_settled_routings(with_fused_routers(program))
         if "append_and_attend" not in self._ops.reference_ops:
             program = with_fused_latents(program)
         if "adapted_linear" not in self._ops.reference_ops:

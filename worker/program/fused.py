@@ -51,6 +51,16 @@ def with_fused_routers(program: Program) -> Program:
     return replace(program, ops=tuple(ops))
 
 
+def with_settled_routings(program: Program) -> Program:
+    """The first product of experts is told where another op lies between it and the choice of experts."""
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.name == "expert_gated_linear" and ops and ops[-1].name not in ("route", "norm_route"):
+            op = replace(op, arguments=(*op.arguments, True))
+        ops.append(op)
+    return replace(program, ops=tuple(ops))
+
+
 def with_fused_latents(program: Program) -> Program:
     """The append of new latents and the attention that reads them are one op."""
     ops: list[Op] = []

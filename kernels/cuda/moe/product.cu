@@ -10,8 +10,9 @@
 // span is 128 inputs of it. All tiles are one line, of which a block has an equal share, neighbours; the spans of these
 // are one line again, of which its warps have equal shares. So no warp meets another before the end, where tiles that
 // lie in the shares of several are added up, and copies run ahead over the ends of tiles. Of kSum, a block owns
-// features of all experts: what it has of each slot is kept, and added up by tokens, in order of their places; its
-// copies begin while the kernel ahead still runs, by what the routing is then, which is looked at again.
+// features of all experts: what it has of each slot is kept, and added up by tokens, in order of their places. Its
+// copies, and those of a product that comes after another kernel than the router's, begin while the kernel ahead still
+// runs, by what the routing is then, which is looked at again.
 #include "linear/decode.cuh"
 
 #ifndef GROUP_SETS
@@ -48,7 +49,7 @@ struct Product {
   long long place_bytes, qparams_at;  // of a place, and where its qparams begin
   int places, rows, top_k, x_top_k, features, inputs, k_tiles, groups;
   unsigned by_group;  // 2^32 over the number of spans, or of sets, that share scales, rounded up; 0: of one
-  int x_stride, out_stride, column, activation, out_floats, adds, sum_tiles;
+  int x_stride, out_stride, column, activation, out_floats, adds, sum_tiles, is_settled;
 };
 
 struct Tile {
@@ -66,6 +67,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t to, const uint4* from, bool 
 }
 
 // x_top_k: 1 where slots of a token share its row of x, else top_k. sum_tiles: tiles of a block's features, of kSum.
+// is_settled: whether another kernel than the router's is ahead.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     expert_product(const char* weight, const bf16* x, const float* bias, const int* starts, const int* slots,
                    const float* factors, void* out, Product p) {
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   char* const stages = shared + warp * (kStages * kStageBytes);
   uint32_t stages_at = smem(stages) + lane * 16;
   keep(stages_at);
-  bool is_real = true;
+  bool is_real = MODE == kSum || p.is_settled;
   int asked = 0, asked_span = 0;
   Tile asked_tile;
   const uint4* from[2];
@@ -236,36 +238,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return p.out_floats ? static_cast<const float*>(out)[at] : wide(static_cast<const bf16*>(out)[at]);
   };
   float before = 0;  // of this thread's first sum: it is asked for early
-  if constexpr (MODE == kSum) {
-    let_next_begin();
+  // Twice: while the kernel ahead still runs by what the routing is then, if only so that the instructions are in the
+  // cache, and again unless that was right.
+  if (MODE == kSum) let_next_begin();
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn) {
+      wait_for_ahead();
+      bool is_other = !is_real;
+      if (is_real)
+        for (int i = threadIdx.x; i <= p.places; i += kThreads) is_other |= __ldcg(starts + i) != starts_of[i];
+      for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads) {
+        held[i] = slots[i];
+        if (MODE == kSum) held_factors[i] = factors[i];
+      }
+      if (MODE == kSum && p.adds && threadIdx.x < p.rows * own) before = read_out(threadIdx.x);
+      if (!__syncthreads_or(is_other)) break;
+      wait_for<0>();
+      is_real = true;
+    }
     share_out();
     begin_asking();
-    wait_for_ahead();
-    bool is_other = false;
-    for (int i = threadIdx.x; i <= p.places; i += kThreads) is_other |= __ldcg(starts + i) != starts_of[i];
-    for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads)
-      held[i] = slots[i], held_factors[i] = factors[i];
-    if (p.adds && threadIdx.x < p.rows * own) before = read_out(threadIdx.x);
-    if (__syncthreads_or(is_other)) {
-      wait_for<0>();
-      share_out();
-      begin_asking();
-    }
-  } else {
-    // Twice: while the kernel ahead still runs by what the routing is then, without copies, so that the instructions
-    // are in the cache.
-    for (int turn = 0; turn < 2; ++turn) {
-      is_real = turn;
-      if (is_real) {
-        wait_for<0>();
-        wait_for_ahead();
-        for (int i = threadIdx.x; i < min(all_slots, kHeld); i += kThreads) held[i] = slots[i];
-      }
-      share_out();
-      begin_asking();
-    }
-    let_next_begin();
   }
+  if (MODE != kSum) let_next_begin();
 
   // This lane has outputs of features g and g + 8 in rows 2 t and 2 t + 1 of each 8.
   const auto finish = [&](const Tile& tile, const float* more, float (&sum)[TILES][4]) {

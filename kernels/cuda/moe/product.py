@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _MOST_SUMMED_SLOTS = 512
 _HELD_SLOTS, _MOST_PLACES = 512, 2047
 _AHEAD = 104 << 10
 """Bytes of weights that a block has room for, if that is two spans of each warp: what it leaves is the cache for x."""
-_PRODUCT = struct.Struct("=2q8iI7i")
+_PRODUCT = struct.Struct("=2q8iI8i4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class _Call:
     activation: int = 0
     has_own_rows: bool = False
     adds: bool = False
+    is_settled: bool = False
 
     @property
     def rows(self) -> int:
@@ -114,13 +115,14 @@ def expert_gated_linear(
     activation: str,
     routing: Routing[Tensor],
     out: Tensor,
+    is_settled: bool = False,
 ) -> None:
     """See `OpSet.expert_gated_linear`."""
     if len(spec.parts) != 2 or spec.parts[0] != spec.parts[1]:
         raise ValueError(f"weight: parts {spec.parts} are not two of one size")
     rows = out.view(-1, out.shape[2])
-    own, is_gated = x.dim() == 3, GATED[activation]
-    _run(_Call(_GATED, x.flatten(0, -2), weight, bias, spec, routing, rows, activation=is_gated, has_own_rows=own))
+    call = _Call(_GATED, x.flatten(0, -2), weight, bias, spec, routing, rows, activation=GATED[activation])
+    _run(replace(call, has_own_rows=x.dim() == 3, is_settled=is_settled))
 
 
 def expert_sum(
@@ -175,6 +177,7 @@ def _run(call: _Call) -> None:
         places, call.rows, call.routing.places.shape[1], call.routing.places.shape[1] if call.has_own_rows else 1,
         spec.features, x.shape[1], k_tiles(spec), count, _by_group(spec, sets),
         x.stride(0), call.out.stride(0), call.column, call.activation, is_float(call.out), call.adds, -(-own // 16),
+        call.is_settled,
     )  # fmt: skip
     routing = call.routing
     arguments = (call.weight, x, call.bias, routing.starts, routing.slots, routing.weights, call.out, product)

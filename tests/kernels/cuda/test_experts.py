@@ -331,6 +331,24 @@ def test_arguments_that_would_lead_outside_are_refused(change: dict[int, Any], s
         _refused(change, device)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_product_that_asks_early_meets_the_routing_that_is_made_meanwhile(rows: int, device: str) -> None:
+    """On a GPU weights are asked for by the routing before."""
+    up = Experts(spec_of("bf16", 0, (64, 64), 256), EXPERTS, device)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    routing = empty_routing(rows, 4, EXPERTS, device)
+    places = everywhere(EXPERTS).to(device)
+    for turn in range(20 if device == "cuda" else 2):
+        logits = torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(turn)).to(device)
+        found = [torch.full((rows, 4, 64), torch.nan, device=device) for _ in range(2)]
+        for is_settled, out in enumerate(found):
+            route(logits.flip(1), None, places, RouterSpec(4), routing)
+            route(logits, None, places, RouterSpec(4), routing)
+            expert_gated_linear(x, up.weight, None, up.spec, "silu", routing, out, bool(is_settled))
+        assert torch.equal(*found)
+        assert not found[0].isnan().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 70])
 def test_a_graph_captured_under_one_routing_is_right_under_the_opposite(rows: int) -> None:

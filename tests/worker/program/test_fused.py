@@ -8,7 +8,7 @@ from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
 from allspan.kernels.ops import LatentWeights, Rotation, Routing
 from allspan.kernels.packed_spec import PackedSpec
-from allspan.worker.program.fused import with_fused_adapters, with_fused_latents
+from allspan.worker.program.fused import with_fused_adapters, with_fused_latents, with_settled_routings
 from allspan.worker.program.program import Program, ProgramBuilder, Rows
 
 LOW = PackedSpec("bf16", "bf16", (16,), 8, memory="rows")
@@ -60,3 +60,13 @@ def test_new_latents_and_the_attention_that_reads_them_are_one_op() -> None:
     assert [fused.name, *(op.name for op in others)] == ["append_and_attend", "latent_append", "latent_attention"]
     new, rooms = NewLatents(kv, norm, 1e-6, slots), LatentRooms(q, kv)
     assert fused.arguments == (q, new, rotation, weights, LatentPages(cache, None), meta, rooms, out)
+
+
+def test_experts_know_whether_an_op_lies_between_them_and_their_choice() -> None:
+    program = ProgramBuilder()
+    x, out = (program.buffer(name, Rows.TOKENS, 8) for name in ("x", "out"))
+    for between in ([], ["packed_gated_linear"]):
+        for name in ("norm_route", *between, "expert_gated_linear"):
+            program.op(name, x, out)
+    told = [op.arguments[2:] for op in with_settled_routings(program.build(out)).ops]
+    assert told == [(), (), (), (), (True,)]

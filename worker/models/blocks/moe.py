@@ -70,11 +70,13 @@ class Moe:
         return (*made, *(() if self.shared is None else _shared_pieces(self.shared, prefix, hidden)))
 
     def emit(self, sub: Sublayer, x: Slot) -> None:
+        """The shared expert's first product comes before that of the chosen ones: a GPU asks for weights before the
+        kernel ahead has ended, and which these are is known before the choice."""
         routing, program, choices = self._route(sub, x), sub.program, self.router.top_k
         width = len(sub.shard.units(self.columns))
         chosen = program.view(sub.buffer("expert_mlp", choices * width), choices, width)
-        sub.experts("expert_gate_up").gated(x, self.activation, routing, chosen, choices)
         shared = None if self.shared is None else self._shared(sub, x, self.shared)
+        sub.experts("expert_gate_up").gated(x, self.activation, routing, chosen, choices)
         out = sub.target(sums_ranks=True)
         adds = out == sub.stream.residual
         if shared is not None:  # first: a product is added to float32 alone, the sum of experts to 16 bits, too
