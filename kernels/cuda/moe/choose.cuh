@@ -253,30 +253,23 @@ struct Board {
 // By all threads of BLOCKS blocks, a cluster if there are several, each with a stretch of at most 32 rows: one
 // multiprocessor would take longer to choose for many. Each place has a bit for each row of the stretch that goes
 // there, no row twice to one: a slot's number among those of its place is the number of bits before its own, so the
-// sort meets no memory but the blocks'. load_row(logits, row) has a warp's lanes hold the logits of a row.
+// sort meets no memory but the blocks'. load_row(logits, row) has a warp's lanes hold the logits of a row, and says
+// whether it is padding.
 template <int BLOCKS, class LoadRow>
-__device__ __forceinline__ void choose_and_sort(const Board& board, const LoadRow& load_row, const float* bias,
-                                                const int* places, const int* rows, unsigned long long* load, int n,
+__device__ __forceinline__ void choose_and_sort(const Board& board, const LoadRow& load_row, const Experts& experts,
+                                                const int* places, unsigned long long* load, int n,
                                                 const Router& router, int num_places, const Chosen& out) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, top_k = router.top_k;
   const int rank = BLOCKS > 1 ? blockIdx.x : 0, stretch = (n + BLOCKS - 1) / BLOCKS, row0 = rank * stretch;
   const int own = max(min(n - row0, stretch), 0);
   Logits logits_of, next;
-  Experts experts;
   bool is_padding = false;
-  if (warp < own) {
-    load_row(next, row0 + warp);
-    experts.load(places, bias, router);
-    is_padding = rows && rows[row0 + warp] < 0;
-  }
+  if (warp < own) is_padding = load_row(next, row0 + warp);
   __syncthreads();
   for (int i = warp; i < own; i += warps) {
     logits_of = next;
     const bool is_none = is_padding;
-    if (i + warps < own) {
-      load_row(next, row0 + i + warps);
-      is_padding = rows && rows[row0 + i + warps] < 0;
-    }
+    if (i + warps < own) is_padding = load_row(next, row0 + i + warps);
     const auto put = [&](int j, int place, float weight) {
       const int slot = (row0 + i) * top_k + j;
       out.places[slot] = board.held[i * top_k + j] = place, out.weights[slot] = weight;

@@ -55,7 +55,8 @@ def norm_route(
     router = packed_router(choice, experts)
     warps, top_k = _THREADS // 32, choice.spec.top_k
     of_choice = WARPS + 2 * num_places + n * top_k + warps * (4 * top_k + 32 * each)
-    shared = form[0] * width * 2 + 4 * (n * experts + of_choice)
+    of_products = form[0] * max(32 * each // _CLUSTER, warps)
+    shared = form[0] * width * 2 + 4 * (n * experts + of_products + of_choice)
     sizes = np.int32(n), np.int32(width), router, np.int32(num_places)
     given = (residual, norm.weight, np.float32(norm.eps), x, product.weight, product.bias, product.logits)
     written = routing.places, routing.weights, routing.slots, routing.starts

@@ -74,10 +74,15 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(kSortWarps * 32)
           Router router, int num_places, int* own_places, float* weights, int* slots, int* starts) {
   DYNAMIC_SHARED(shared);
   const Board board(shared, (n + CLUSTER - 1) / CLUSTER, router.top_k, num_places);
+  Experts all_experts;
+  all_experts.load(places, bias, router);
   let_next_begin();
   wait_for_ahead();
-  const auto load_row = [&](Logits& to, int row) { to.load(logits + row * router.experts, router.experts); };
-  choose_and_sort<CLUSTER>(board, load_row, bias, places, rows, load, n, router, num_places,
+  const auto load_row = [&](Logits& to, int row) {
+    to.load(logits + row * router.experts, router.experts);
+    return rows && rows[row] < 0;
+  };
+  choose_and_sort<CLUSTER>(board, load_row, all_experts, places, load, n, router, num_places,
                            {own_places, weights, slots, starts});
 }
 
