@@ -72,6 +72,12 @@ def test_few_rows_agree_with_float64(check: Callable[[Case], None], rows: int, d
     check(Case(spec_of("group4", 64, (19, 19), 200), rows, device))
 
 
+def test_all_weights_of_a_small_product_may_be_on_their_way_at_once(device: str) -> None:
+    for rows in (1, 8):  # of several spans a warp on a GPU of few multiprocessors, such as the emulated one
+        check_add(Case(spec_of("bf16", 0, (23,), 2816), rows, device))
+        check_gated(Case(spec_of("bf16", 0, (19, 19), 2048), rows, device))
+
+
 @pytest.mark.parametrize(("name", "group"), [("channel8", 0), ("group4", 32)])
 def test_x_that_exceeds_shared_memory_is_read_in_place_or_with_the_weight(
     name: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        copy16(to + (p * 2 + h) * 512, weight + from[p][h], true);
+        copy16(to + (p * 2 + h) * 512, weight + from[p][h], g + 8 * h < each);  // none twice
         from[p][h] += WARPS * 4;
       }
     if constexpr (kGrouped) {

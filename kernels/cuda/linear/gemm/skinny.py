@@ -40,7 +40,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
         for spec in common_specs(dtype):
             for parts in (1, 2):
-                forms = (*_forms(spec, parts), _passing(spec, parts, device))
+                passing = (_passing(spec, parts, rows, steps, device) for rows in (1, MOST_ROWS) for steps in (1, 4, 8))
+                forms = dict.fromkeys((*_forms(spec, parts), *passing))
                 yield from (_kernel(spec, form, dtype) for form in forms)
 
 
@@ -80,7 +81,8 @@ def _form(spec: PackedSpec, rows: int, output: Output, device: Gpu) -> _Form:
         fits = form.shared_bytes(spec, rows) <= device.shared_bytes and rows <= form.tiles * (4 if form.whole else 8)
         if fits and (form.whole or form.resident == (each > 16 * parts)):
             return form
-    return _passing(spec, parts, device)
+    passes = -(-each // 16) if output.is_gated else -(-each // (16 * parts))
+    return _passing(spec, parts, rows, passes * -(-k_tiles(spec) // 16), device)
 
 
 def _forms(spec: PackedSpec, parts: int) -> Iterator[_Form]:
@@ -90,10 +92,12 @@ def _forms(spec: PackedSpec, parts: int) -> Iterator[_Form]:
     yield from (_Form(1, parts, 1, stages=stages) for stages in (4, 3))
 
 
-def _passing(spec: PackedSpec, parts: int, device: Gpu) -> _Form:
-    """Returns the form in which x comes along with the weight."""
-    forms = (_Form(1, parts, 0, warps=warps, stages=stages) for warps in (16, 8, 4) for stages in (4, 3, 2))
-    return next(form for form in forms if form.shared_bytes(spec, MOST_ROWS) <= device.shared_bytes)
+def _passing(spec: PackedSpec, parts: int, rows: int, steps: int, device: Gpu) -> _Form:
+    """Returns the form in which x comes along with the weight. Of 16 bits, all `steps` of a warp are on their way
+    before the kernel ahead has ended, if there is room."""
+    more = [count for count in (7, 5) if count <= steps + 1] if spec.kind.bits == 16 else []
+    forms = (_Form(1, parts, 0, warps=warps, stages=stages) for warps in (16, 8, 4) for stages in (*more, 4, 3, 2))
+    return next(form for form in forms if form.shared_bytes(spec, rows if more else MOST_ROWS) <= device.shared_bytes)
 
 
 def _kernel(spec: PackedSpec, form: _Form, dtype: torch.dtype) -> Kernel:
