@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
 if TYPE_CHECKING:
-    from allspan.kernels.ops import LatentWeights, Rotation, Routing
+    from allspan.kernels.ops import Rotation, Routing
 
 T = TypeVar("T")
 """Tensor, or what stands for one while a program is built."""
@@ -58,29 +59,6 @@ class BaseProduct(NamedTuple, Generic[T]):
     bias: T | None
     spec: PackedSpec
     epilogue: str
-
-
-class NewLatents(NamedTuple, Generic[T]):
-    """Latents as `OpSet.latent_append` takes them, what norms them, and where they go."""
-
-    kv: T
-    weight: T
-    eps: float
-    slots: T
-
-
-class LatentPages(NamedTuple, Generic[T]):
-    """Pages of latents and their scales."""
-
-    cache: T
-    scales: T | None
-
-
-class LatentRooms(NamedTuple, Generic[T]):
-    """What `OpSet.latent_attention` needs for a while."""
-
-    absorbed: T
-    mixed: T
 
 
 class FusedOps(Protocol):

@@ -20,6 +20,7 @@ from torch import Tensor
 from allspan.kernels.adapter_ops import AdapterOps
 from allspan.kernels.copy_ops import CopyOps
 from allspan.kernels.fused_ops import FusedOps, T
+from allspan.kernels.latent_tensors import LatentWeights
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.router_spec import RouterSpec
 
@@ -58,15 +59,6 @@ class KvPages(NamedTuple, Generic[T]):
     v_cache: T
     k_scales: T | None
     v_scales: T | None
-
-
-class LatentWeights(NamedTuple, Generic[T]):
-    """What makes keys and values of a latent of L elements, head by head; float32 or of 16 bits, one dtype."""
-
-    k_up: T
-    """[Hq, L, d]: a head's keys, without those that turn, are latent · k_up."""
-    v_up: T
-    """[Hq, e, L]: its values are latent · v_upᵀ."""
 
 
 class Routing(NamedTuple, Generic[T]):

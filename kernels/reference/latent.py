@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.attention_meta import AttentionMeta
-from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
-from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
+from allspan.kernels.ops import Rotation
 from allspan.kernels.reference import elementwise
 from allspan.kernels.reference.attention import append_rows, attention, tokens_of
 

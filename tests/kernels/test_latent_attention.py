@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.latent_tensors import LatentWeights
+from allspan.kernels.ops import Rotation
 from allspan.kernels.table import backends, op_set
 from support.kernel_cases import BF16, F32, I8, Meta, ints, randn, rotary
 from support.latent_cases import F8, QUANTISED_PAGES, latent_case, latents_absorbed, latents_expanded

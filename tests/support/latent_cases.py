@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allspan.kernels.ops import LatentWeights
+from allspan.kernels.latent_tensors import LatentWeights
 from allspan.kernels.reference.attention import QUANTISED
 from allspan.kernels.table import op_set
 from support.kernel_cases import I8, Meta, ints, poison, randn

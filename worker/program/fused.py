@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from allspan.kernels.fused_ops import (
-    AdapterMatrices,
-    BaseProduct,
-    ExpertChoice,
-    LatentPages,
-    LatentRooms,
-    NewLatents,
-    RouterProduct,
-    RowNorm,
-)
+from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct, ExpertChoice, RouterProduct, RowNorm
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, NewLatents
 from allspan.worker.program.program import Buffer, Op, Program, Rows, Slot
 
 _Values = tuple[Any, ...]

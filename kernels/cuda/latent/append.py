@@ -11,7 +11,7 @@ from torch import Tensor
 
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, kernel, launch
 from allspan.kernels.cuda.rows.arguments import EARLY, TYPES, check
-from allspan.kernels.fused_ops import NewLatents
+from allspan.kernels.latent_tensors import NewLatents
 from allspan.kernels.ops import Rotation
 
 LEAST_CAPABILITY = (7, 5)

@@ -14,7 +14,7 @@ from allspan.kernels.cuda.cache.pages import KV, PLAIN, PageTable, Scores, dense
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.latent.append import PAGES
 from allspan.kernels.cuda.rows.arguments import TYPES
-from allspan.kernels.ops import LatentWeights
+from allspan.kernels.latent_tensors import LatentWeights
 
 LEAST_ROWS = 256
 """With fewer new tokens in a step, latents stay as they are. For one request keys and values pay from about 170 on."""

@@ -15,8 +15,8 @@ from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu,
 from allspan.kernels.cuda.latent.append import PAGES, append_arguments
 from allspan.kernels.cuda.latent.attend import Cutting, tile_rows_of
 from allspan.kernels.cuda.rows.arguments import TYPES
-from allspan.kernels.fused_ops import NewLatents
-from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.latent_tensors import LatentWeights, NewLatents
+from allspan.kernels.ops import Rotation
 
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""

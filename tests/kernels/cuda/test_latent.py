@@ -18,8 +18,8 @@ from allspan.kernels.cuda.latent import expand, merge
 from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
 from allspan.kernels.cuda.latent.attention import append_and_attend, latent_attention
-from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
-from allspan.kernels.ops import LatentWeights, Rotation
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
+from allspan.kernels.ops import Rotation
 from allspan.kernels.reference import latent as reference
 from support.emulator.driver import EmulatorDriver
 from support.kernel_cases import BF16, I8, randn, rotary

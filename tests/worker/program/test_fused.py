@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from allspan.kernels.adapter_ops import AdapterWeights
-from allspan.kernels.fused_ops import LatentPages, LatentRooms, NewLatents
-from allspan.kernels.ops import LatentWeights, Rotation, Routing
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
+from allspan.kernels.ops import Rotation, Routing
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.worker.program.fused import with_fused_adapters, with_fused_latents, with_settled_routings
 from allspan.worker.program.program import Program, ProgramBuilder, Rows

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allspan.kernels.ops import LatentWeights
+from allspan.kernels.latent_tensors import LatentWeights
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.pieces import ATTENTION, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table
