@@ -17,6 +17,15 @@ class LatentWeights(NamedTuple, Generic[T]):
     """[Hq, e, L]: its values are latent · v_upᵀ."""
 
 
+class LatentSizes(NamedTuple):
+    """Elements of a latent, of the part of a key that is made of it, of what turns, and of a value."""
+
+    latent: int
+    key: int
+    rot: int
+    value: int
+
+
 class NewLatents(NamedTuple, Generic[T]):
     """Latents as `OpSet.latent_append` takes them, what norms them, and where they go."""
 

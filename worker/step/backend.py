@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from allspan.kernels.latent_tensors import LatentSizes
 from allspan.kernels.ops import OpSet
 from allspan.protos.api.engine import OpProfile
 from allspan.worker.cache.budget import Room
@@ -82,6 +83,8 @@ class AttentionHeads:
     """The limit of the logits, which tanh approaches; 0: none."""
     slopes: tuple[float, ...] | None = None
     """For each query head of this rank, what is added to a logit for each token that the key is ahead of the query."""
+    latents: LatentSizes | None = None
+    """Where the cache holds latents: what keys and values are made of, head by head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from allspan.kernels.latent_tensors import LatentWeights
+from allspan.kernels.latent_tensors import LatentSizes, LatentWeights
 from allspan.worker.cache.spec import PageLifetime
 from allspan.worker.models.pieces import ATTENTION, Axis, Linear, Part, Piece, Vector
 from allspan.worker.models.rope import RotarySpec, cos_sin_table
@@ -151,4 +151,5 @@ class Mla:
             scale=self.scale,
             most_kv_heads=1,
             group=-(-self.num_heads // shard.groups[ATTENTION].size),
+            latents=LatentSizes(self.kv_rank, self.key_dim, self.rotary_dim, self.value_dim),
         )
