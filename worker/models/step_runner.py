@@ -40,7 +40,7 @@ class StepRunner:
         self._row_numbers = row_numbers
         self._named_steps: list[tuple[StepInputs, _NamedStep]] = []
         """The last inputs, the latest first."""
-        self._graphs: dict[tuple[int, int, bool, bool, bool], Recording] = {}
+        self._graphs: dict[tuple[int, ...], Recording] = {}
         """The recorded steps, keyed by the place of their inputs."""
         self._is_profiling = False
 

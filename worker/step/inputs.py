@@ -49,6 +49,18 @@ class SharedInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedInputs:
+    """Requests with several new tokens whose keys and values are made of latents, on the GPU."""
+
+    tiles: Tensor
+    """int32 [tiles, ...]: as `StepInputs.tiles` has those of other requests."""
+    indptr: Tensor
+    """int32 [R + 1]: where the keys of each of the step's requests begin; others have none."""
+    rows: int
+    """Tokens of all of them, or more."""
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingRows:
     """Rows that take the place of the embeddings of token ids, in host memory."""
 
@@ -110,8 +122,8 @@ class StepInputs:
     shared: SharedInputs | None = None
     """With a bucket: what its rows share, where that pays."""
 
-    continues: bool = True
-    """On a GPU: whether a request with several new tokens may have others before them."""
+    expanded: ExpandedInputs | None = None
+    """On a GPU, of latents: None where all requests stay latents."""
     groups: tuple[GroupInputs, ...] = ()
     """The inputs of the cache groups behind the first."""
     adapters: Tensor | None = None
@@ -146,10 +158,11 @@ class StepInputs:
         )
 
     @property
-    def place(self) -> tuple[int, int, bool, bool, bool]:
+    def place(self) -> tuple[int, ...]:
         """With a bucket: steps of one place have their tensors at the same addresses, in the same shapes."""
-        has_decodes, has_shared = self.decode_rows is not None, self.shared is not None
-        return self.bucket, self.positions.shape[0], has_decodes, has_shared, self.continues
+        kinds = self.decode_rows is not None, self.shared is not None, self.tiles is not None
+        made = 0 if self.expanded is None else self.expanded.rows
+        return self.bucket, self.positions.shape[0], *kinds, made
 
 
 class StepMetadata(Protocol):

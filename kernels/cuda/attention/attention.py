@@ -14,6 +14,7 @@ from allspan.kernels.cuda.attention.prefill import PrefillPlan, paged_prefill
 from allspan.kernels.cuda.attention.prefill_sm90 import paged_prefill_sm90
 from allspan.kernels.cuda.cache.pages import MOST_HEAD_DIM, QUERIES, PageTable, Scores
 from allspan.kernels.cuda.jit.modules import gpu
+from allspan.kernels.cuda.latent.expand import Expanded
 
 HEAD_STEPS = {"bfloat16": 16, "float16": 16, "int8": 32, "uint4": 64}
 """What a head's size must be a multiple of, up to MOST_HEAD_DIM, by the format of the pages."""
@@ -30,8 +31,8 @@ class StepAttention:
     workspace: DecodeWorkspace
     shared: tuple[CascadeLevel, CascadeWorkspace] | None = None
     """Tokens that the decodes share: their table has the others alone."""
-    continues: bool = True
-    """Whether tokens may lie before the new ones of a request of `prefills`."""
+    expanded: Expanded | None = None
+    """Further requests, whose keys and values are made of latents."""
 
 
 def attention(

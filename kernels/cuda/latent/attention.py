@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -27,16 +25,12 @@ def latent_attention(
     mixed: Tensor,
     out: Tensor,
 ) -> None:
-    """See `OpSet.latent_attention`; all of 16 bits. Keys and values are made for the new tokens of a step with many;
-    other tokens stay latents. Rows of `out` that no request has hold anything."""
-    step = _Step(q, weights, (cache, scales), meta, absorbed, mixed, out)
-    sizes = q.shape[2], weights.v_up.shape[1]
-    if meta.prefills is None:
-        step.attend(meta.decodes, None)
-    elif len(q) < expand.LEAST_ROWS or not expand.runs(sizes):
-        step.attend(meta.decodes, meta.prefills)
-    else:
-        step.attend_expanded(meta.decodes, meta.prefills)
+    """See `OpSet.latent_attention`; all of 16 bits. Keys and values are made for requests of many new tokens; what
+    others see stays latents. Rows of `out` that no request has hold anything."""
+    if meta.decodes is not None or meta.prefills is not None:
+        _Step(q, weights, (cache, scales), meta, absorbed, mixed, out).attend(meta.decodes, meta.prefills)
+    if meta.expanded is not None:  # behind, as the products there write all rows
+        expand.attend_expanded(q, weights, (cache, scales), meta.expanded, meta.scores.scale, out)
 
 
 def append_and_attend(
@@ -95,7 +89,7 @@ class _Step:
         else:
             products.absorb_and_append(self._q, new, rotation, self._weights, self._pages, self._queries)
         cut = cutting(Queries(self._queries, self._turned), self._pages[0], None)
-        self._attend_latents(decodes, None, None, Mode(merges=False, cutting=cut))
+        self._attend_latents(decodes, None, Mode(merges=False, cutting=cut))
         products.values(self._sums[:rows], self._weights, decodes, self._meta.workspace, self._out[:rows], cut)
 
     def attend(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan] | None) -> None:
@@ -104,52 +98,26 @@ class _Step:
             self.attend_few(None, None)
             return
         self._absorb(rows)
-        self._attend_latents(decodes, tiled, None, Mode())
-        self._values(rows, self._out)
-
-    def attend_expanded(self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan]) -> None:
-        meta = self._meta
-        merges = meta.continues or (decodes is not None and decodes.rows is not None)
-        count = len(self._q) if meta.continues else 0 if decodes is None else len(decodes.kv_lens)
-        shape = self._out.shape[:2]
-        lse = self._out.new_full(shape, -torch.inf, dtype=torch.float32) if merges else None
-        expand.attend_new(self._q, self._weights, self._pages, tiled, meta.scores.scale, (self._out, lse))
-        if count == 0:
-            return
-        self._absorb(count)
-        if lse is None:
-            self._attend_latents(decodes, None, None, Mode())
-            self._values(count, self._out)
-            return
-        # Of decodes, which have no new tokens there, all that they see is here. They are the first rows.
-        out, lse = self._out[:count], lse[:count]
-        other, other_lse = torch.empty_like(out), torch.full_like(lse, -torch.inf)
-        self._attend_latents(decodes, tiled if meta.continues else None, other_lse, Mode(is_before=True))
-        self._values(count, other)
-        expand.merge(out, lse, other, other_lse)
+        self._attend_latents(decodes, tiled, Mode())
+        self._values(rows)
 
     def _absorb(self, rows: int) -> None:
         q, out = self._q[:rows, :, : self._key].transpose(0, 1), self._queries[:rows].transpose(0, 1)
         torch.bmm(q, self._weights.k_up.transpose(1, 2), out=out)
 
-    def _values(self, rows: int, out: Tensor) -> None:
-        sums = self._sums[:rows].transpose(0, 1)
-        torch.bmm(sums, self._weights.v_up.transpose(1, 2), out=out[:rows].transpose(0, 1))
+    def _values(self, rows: int) -> None:
+        sums, out = self._sums[:rows].transpose(0, 1), self._out[:rows].transpose(0, 1)
+        torch.bmm(sums, self._weights.v_up.transpose(1, 2), out=out)
 
     def _attend_latents(
-        self,
-        decodes: PageTable | None,
-        tiled: tuple[PageTable, PrefillPlan] | None,
-        lse: Tensor | None,
-        mode: Mode,
+        self, decodes: PageTable | None, tiled: tuple[PageTable, PrefillPlan] | None, mode: Mode
     ) -> None:
         scale, workspace, turned = self._meta.scores.scale, self._meta.workspace, self._turned
         if decodes is not None:
             count = len(decodes.kv_lens)
             some = Queries(self._queries[:count], turned[:count])
-            into = self._sums[:count], None if lse is None else lse[:count]
-            latent_attend(some, self._pages, decodes, None, scale, into, workspace, replace(mode, is_before=False))
+            latent_attend(some, self._pages, decodes, None, scale, (self._sums[:count], None), workspace, mode)
         if tiled is not None:
             table, plan = tiled
             every = Queries(self._queries, turned)
-            latent_attend(every, self._pages, table, plan, scale, (self._sums, lse), workspace, mode)
+            latent_attend(every, self._pages, table, plan, scale, (self._sums, None), workspace, mode)

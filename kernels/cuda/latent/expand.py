@@ -1,8 +1,9 @@
-"""Attention of many new tokens over latents on a GPU: the new tokens' keys and values are made, head by head."""
+"""Attention of many new tokens over latents on a GPU: keys and values of all that they see are made, head by head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,14 +11,12 @@ from torch import Tensor
 
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, attend
 from allspan.kernels.cuda.attention.prefill_sm90 import CAPABILITY
-from allspan.kernels.cuda.cache.pages import KV, PLAIN, PageTable, Scores, dense_table
+from allspan.kernels.cuda.cache.pages import KV, PLAIN, PageTable, Scores
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.latent.append import PAGES
+from allspan.kernels.cuda.latent.expand_rule import ExpandRule
 from allspan.kernels.cuda.rows.arguments import TYPES
 from allspan.kernels.latent_tensors import LatentWeights
-
-LEAST_ROWS = 256
-"""With fewer new tokens in a step, latents stay as they are. For one request keys and values pay from about 170 on."""
 
 _SIZES = (192, 128)
 """Elements of a key and of a value that Hopper's kernel is made for."""
@@ -31,85 +30,122 @@ def runs(sizes: tuple[int, int]) -> bool:
     return sizes[1] <= sizes[0] <= _MOST_SIZE and sizes[0] % _STEP == 0
 
 
-def attend_new(
+@dataclass(frozen=True, slots=True)
+class ExpandRoom:
+    """Where keys and values lie: of one layer at a time, and of as many heads as there is room for."""
+
+    latents: Tensor
+    """[tokens, L], of 16 bits."""
+    made: Tensor
+    """[elements]: the key of a token and head, and its value behind it."""
+    numbers: Tensor
+    """int32: 0, 1, … up to any number of tokens or heads."""
+
+    def heads_at_once(self, heads: int, tokens: int, width: int) -> int:
+        """Returns how many of so many heads there is room for, with `width` elements of each of so many tokens."""
+        return max(1, min(heads, len(self.made) // max(1, tokens * width)))
+
+
+def expand_room(rule: ExpandRule, device: torch.device | str) -> ExpandRoom:
+    """For all that the rule may choose."""
+    key, value = rule.sizes.key + rule.sizes.rot, rule.sizes.value
+    width = key + (value if _is_for_hopper((key, value), torch.device(device)) else key)
+    shapes = (rule.most, rule.sizes.latent), (rule.at_once * width,)
+    latents, made = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+    return ExpandRoom(latents, made, torch.arange(max(rule.most, rule.heads) + 1, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """The requests of a step whose keys and values are made: those that have tiles in the plan."""
+
+    table: PageTable
+    plan: PrefillPlan
+    indptr: Tensor
+    """int32 [requests + 1]: where each one's keys begin, of all its tokens; others have none."""
+    rows: int
+    """Tokens of all of them, or more."""
+    room: ExpandRoom
+
+
+def attend_expanded(
     q: Tensor,
     weights: LatentWeights[Tensor],
     pages: tuple[Tensor, Tensor | None],
-    tiled: tuple[PageTable, PrefillPlan],
+    step: Expanded,
     scale: float,
-    into: tuple[Tensor, Tensor | None],
+    out: Tensor,
 ) -> None:
-    """out[i, h] = causal attention of query i over the new tokens of its request, as pages hold them. into: out [rows,
-    heads, e] and None or float32 lse [rows, heads], as `latent_attend` has them. Rows of no tile hold anything."""
-    table, plan = tiled
-    out, lse = into
-    rows, heads, size = q.shape
+    """out[i, h] = causal attention of query i of the requests of `step`; of other rows out stays as it is."""
+    heads, size = q.shape[1:]
     value, latent = weights.v_up.shape[1:]
-    key = weights.k_up.shape[2]
-    latents, keys = q.new_empty(rows, latent), torch.empty_like(q)
-    on_hopper = gpu(q.device).capability == CAPABILITY and (size, value) == _SIZES
-    values = (torch.empty_like if on_hopper or size == value else torch.zeros_like)(q)
-    _gather(pages, table, plan, size - key, latents, keys)
-    spread = latents.expand(heads, rows, latent)
-    torch.bmm(spread, weights.k_up, out=keys[..., :key].transpose(0, 1))
-    torch.bmm(spread, weights.v_up.transpose(1, 2), out=values[..., :value].transpose(0, 1))
-    strides = (keys.stride(0) * 2, keys.stride(1) * 2, keys.stride(0) * 2)
-    kv = KV((keys, values, None, None), strides, heads, _WHOLE, 0)
-    ragged = dense_table(plan.qo_indptr[:-1], plan.qo_indptr.diff())
-    if on_hopper:
-        _attend_sm90(q, kv, ragged, plan, Scores(scale), (out, lse))
-    elif size == value:
-        attend(q, kv, ragged, plan, Scores(scale), True, (out, lse))
-    else:
-        wide = torch.empty_like(q)
-        attend(q, kv, ragged, plan, Scores(scale), True, (wide, lse))
-        out.copy_(wide[..., :value])
-
-
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """out becomes attention over the tokens of both; all [rows, heads, ..], logarithms to base 2."""
-    rows, size = out.shape[0] * out.shape[1], out.shape[2]
-    arguments = [out, lse, other, other_lse, np.int32(rows), np.int32(size)]
-    function = kernel("latent/expand.cu", "latent_merge", FORMAT=1, **element_macro(out.dtype))
-    launch(function, (-(-rows // 4),), 128, arguments, 0, True)
+    key, rows, room = weights.k_up.shape[2], step.rows, step.room
+    on_hopper = _is_for_hopper((size, value), q.device)
+    width = size + (value if on_hopper else size)
+    some = room.heads_at_once(heads, rows, width)
+    latents = room.latents[:rows].view(q.dtype)
+    made = room.made[: some * rows * width].view(q.dtype).view(some, rows, width)
+    if size + value < width:
+        made[..., size + value :] = 0
+    _gather(pages, step, latents, made[..., key:size])
+    into = out
+    if not on_hopper and size != value:
+        into = torch.empty_like(q)
+        into[..., :value] = out
+    begins = step.indptr[:-1]
+    for first in range(0, heads, some):
+        own, part = made[: heads - first], slice(first, first + some)
+        spread = latents.expand(len(own), rows, latent)
+        torch.bmm(spread, weights.k_up[part], out=own[..., :key])
+        torch.bmm(spread, weights.v_up[part].transpose(1, 2), out=own[..., size : size + value])
+        strides = (width * 2, own.stride(0) * 2, width * 2)
+        kv = KV((own, own[..., size:], None, None), strides, len(own), _WHOLE, 0)
+        heads_of = room.numbers[first : first + len(own) + 1]
+        table = PageTable(room.numbers[: len(step.indptr)], begins, step.table.kv_lens, first_heads=heads_of)
+        if on_hopper:
+            _attend_sm90(q, kv, table, step.plan, Scores(scale), into)
+        else:
+            attend(q, kv, table, step.plan, Scores(scale), True, (into, None))
+    if into is not out:
+        out.copy_(into[..., :value])
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """See variants.py."""
     for dtype in HALVES:
-        kind = element_macro(dtype)
-        yield kernel("latent/expand.cu", "latent_merge", FORMAT=1, **kind)
         if capability == CAPABILITY:
-            yield _kernel_sm90(kind)
+            yield _kernel_sm90(element_macro(dtype))
     for dtype in (*HALVES, *PAGES):
         yield kernel("latent/expand.cu", "latent_rows", FORMAT=TYPES[dtype], **element_macro(dtype))
 
 
-def _gather(
-    pages: tuple[Tensor, Tensor | None], table: PageTable, plan: PrefillPlan, rot: int, latents: Tensor, keys: Tensor
-) -> None:
+def _is_for_hopper(sizes: tuple[int, int], device: torch.device) -> bool:
+    return sizes == _SIZES and gpu(device).capability == CAPABILITY
+
+
+def _gather(pages: tuple[Tensor, Tensor | None], step: Expanded, latents: Tensor, turned: Tensor) -> None:
+    """Writes latents [rows, L], and what turns to turned [heads, rows, rot] for each of the heads."""
     cache, scales = pages
+    heads, rows, rot = turned.shape
     arguments = [
         cache, scales, np.int64(cache.stride(0)), np.int64(cache.stride(2)), np.int32(cache.shape[2].bit_length() - 1),
-        plan.qo_indptr, table.indptr, table.indices, table.kv_lens, np.int32(len(table.kv_lens)),
-        np.int32(latents.shape[1]), np.int32(rot), np.int32(keys.shape[1]), np.int32(keys.shape[2]), latents, keys,
+        step.indptr, step.table.indptr, step.table.indices, np.int32(len(step.table.kv_lens)),
+        np.int32(latents.shape[1]), np.int32(rot), np.int32(heads), np.int64(turned.stride(0)),
+        np.int32(turned.stride(1)), latents, turned,
     ]  # fmt: skip
-    function = kernel("latent/expand.cu", "latent_rows", FORMAT=TYPES[cache.dtype], **element_macro(keys.dtype))
-    launch(function, (len(keys),), 128, arguments, 0, True)
+    function = kernel("latent/expand.cu", "latent_rows", FORMAT=TYPES[cache.dtype], **element_macro(latents.dtype))
+    launch(function, (rows,), 128, arguments, 0, True)
 
 
-def _attend_sm90(
-    q: Tensor, kv: KV, table: PageTable, plan: PrefillPlan, scores: Scores, into: tuple[Tensor, Tensor | None]
-) -> None:
-    out, lse = into
-    tiles, heads = len(plan.tiles), out.shape[1]
+def _attend_sm90(q: Tensor, kv: KV, table: PageTable, plan: PrefillPlan, scores: Scores, out: Tensor) -> None:
+    tiles, heads, kv_heads = len(plan.tiles), out.shape[1], kv.heads
     arguments = [
         q, np.int64(q.stride(0)), *kv.tensors[:2], *map(np.int64, kv.strides), plan.tiles, plan.qo_indptr,
-        table.indptr, table.indices, table.kv_lens, None, out, lse, np.int32(1), np.int32(len(q)), np.int32(heads),
-        np.int32(heads), np.int32(heads), np.int32(tiles), np.int32(_WHOLE.bit_length() - 1), np.int32(True),
-        *scores.arguments(), None, None, None,
+        table.indptr, table.indices, table.kv_lens, table.first_heads, out, None, np.int32(1), np.int32(len(q)),
+        np.int32(heads), np.int32(kv_heads), np.int32(kv_heads), np.int32(tiles), np.int32(_WHOLE.bit_length() - 1),
+        np.int32(True), *scores.arguments(), None, None, None,
     ]  # fmt: skip
-    blocks = min(tiles * heads, gpu(q.device).multiprocessors)
+    blocks = min(tiles * kv_heads, gpu(q.device).multiprocessors)
     shared = (1 + _SLOTS) * _ROWS * _SIZES[0] * 2 + _REST
     launch(_kernel_sm90(element_macro(q.dtype)), (blocks,), _THREADS, arguments, shared)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,41 +12,55 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.cuda.attention.attention import StepAttention
-from allspan.kernels.cuda.attention.prefill import plan_prefill
+from allspan.kernels.cuda.attention.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.latent import expand, merge
+from allspan.kernels.cuda.latent import expand_rule, merge
 from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
 from allspan.kernels.cuda.latent.attention import append_and_attend, latent_attention
-from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
+from allspan.kernels.cuda.latent.expand import Expanded, expand_room
+from allspan.kernels.cuda.latent.expand_rule import ExpandRule
+from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentSizes, LatentWeights, NewLatents
 from allspan.kernels.ops import Rotation
 from allspan.kernels.reference import latent as reference
 from support.emulator.driver import EmulatorDriver
 from support.kernel_cases import BF16, I8, randn, rotary
 from support.latent_cases import F8, Requests, latent_case, latents_expanded
 
-WHOLE = (512, 128, 64, 128)
+WHOLE = LatentSizes(512, 128, 64, 128)
 FORMATS = {BF16: 5e-3, I8: 2e-2, F8: 2e-2}
 """How far the norm may be off what float64 gives of the same pages."""
 LENGTHS: Requests = [(1, 1), (1, 33), (3, 214), (1, 17), (1, 300), (40, 70), (3, 3)]
 LONG = [0, 1, 33, 514, 2743, 8736, 17]
 
 
-def step(meta: Any, heads: int, latent: int, requests: Requests, device: str) -> StepAttention:
-    """Requests of one new token are decodes, others have tiles."""
-    workspace, table = attend_workspace(latent, device), PageTable(meta.page_indptr, meta.page_indices, meta.kv_lens)
-    news = [new for new, _ in requests]
+def step(meta: Any, heads: int, sizes: LatentSizes, requests: Requests, device: str, made: int = 0) -> StepAttention:
+    """Requests of one new token are decodes, others have tiles; keys and values are made of those with `made`."""
+    workspace, table = (
+        attend_workspace(sizes.latent, device),
+        PageTable(meta.page_indptr, meta.page_indices, meta.kv_lens),
+    )
+    news, lengths = [new for new, _ in requests], [length for _, length in requests]
     rows = [sum(news[:r]) if new == 1 else -1 for r, new in enumerate(news)]
-    tiled = plan_prefill([0 if new == 1 else new for new in news], [length for _, length in requests], 1, device)
-    plan = replace(tiled, qo_indptr=meta.qo_indptr, queries=sum(news))
+
+    def plan(wanted: Callable[[int], bool]) -> PrefillPlan:
+        tiled = plan_prefill([new if wanted(new) else 0 for new in news], lengths, 1, device)
+        return replace(tiled, qo_indptr=meta.qo_indptr, queries=sum(news))
+
+    kept = plan(lambda new: new > 1 and not 0 < made <= new)
     decodes = replace(table, rows=torch.tensor(rows, dtype=torch.int32, device=device))
     if rows == sorted(rows, key=lambda row: (row < 0, row)):  # as the engine has them
         first = sum(row >= 0 for row in rows)
         decodes = PageTable(meta.page_indptr[: first + 1], meta.page_indices, meta.kv_lens[:first])
-    prefills = (table, plan) if len(plan.tiles) else None
-    continues = any(1 < new < length for new, length in requests)
-    return StepAttention(decodes, prefills, Scores(meta.scale), workspace, continues=continues)
+    prefills = (table, kept) if len(kept.tiles) else None
+    expanded = None
+    if made:
+        lens = [length if new >= made else 0 for new, length in requests]
+        indptr = torch.tensor(np.cumsum([0, *lens]), dtype=torch.int32, device=device)
+        room = expand_room(ExpandRule(sizes, heads, sum(lens) + 5, 1), device)
+        expanded = Expanded(table, plan(lambda new: new >= made), indptr, sum(lens) + 5, room)
+    return StepAttention(decodes, prefills, Scores(meta.scale), workspace, expanded=expanded)
 
 
 def moved(arguments: list[Any], device: str) -> list[Any]:
@@ -57,10 +72,16 @@ def moved(arguments: list[Any], device: str) -> list[Any]:
 
 
 def check(
-    heads: int, sizes: tuple[int, int, int, int], page: int, dtype: torch.dtype, requests: Requests, on: str
+    heads: int,
+    sizes: tuple[int, int, int, int],
+    page: int,
+    dtype: torch.dtype,
+    requests: Requests,
+    on: str,
+    made: int = 0,
 ) -> None:
     arguments = moved(latent_case(heads, sizes, page, dtype, requests), on)
-    meta = step(arguments[4], heads, sizes[0], requests, on)
+    meta = step(arguments[4], heads, LatentSizes(*sizes), requests, on, made)
     latent_attention(*arguments[:4], meta, *arguments[5:])
     expected, found = latents_expanded(arguments), arguments[-1].double()
     assert float((found - expected).norm() / expected.norm()) < FORMATS[dtype]
@@ -133,30 +154,46 @@ def test_a_request_without_tokens_has_zeros(device: str, least: int, monkeypatch
     torch.testing.assert_close(out[1].double(), scores.softmax(1) @ rows[:, :64], rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("requests", [LENGTHS, [(1, 60), (150, 150), (33, 33)]], ids=["some before", "none before"])
+SEVERAL: Requests = [(1, 60), (150, 190), (3, 214), (2, 2), (33, 33), (7, 71), (64, 129), (34, 97), (40, 41)]
+
+
+@pytest.mark.parametrize("made", [2, 33], ids=["of all", "of some"])
 @pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
-def test_keys_and_values_of_new_tokens(
-    dtype: torch.dtype, requests: Requests, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Made for them, beside the tokens before, which stay latents."""
-    monkeypatch.setattr(expand, "LEAST_ROWS", 2)
+def test_keys_and_values_are_made(dtype: torch.dtype, made: int, device: str) -> None:
+    """Of all that many new tokens see, beside requests that stay latents."""
     for heads, sizes in ((4, (64, 16, 16, 16)), (3, (48, 32, 16, 48))):
-        check(heads, sizes, 16, dtype, requests, device)
+        check(heads, sizes, 16, dtype, SEVERAL, device, made)
 
 
-def test_keys_and_values_of_new_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1 << 18, 300], ids=["at once", "head by head"])
+def test_keys_and_values_are_made_on_hopper(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for those of all heads, some come after others."""
     hopper = EmulatorDriver(capability=(9, 0))
     monkeypatch.setattr(modules, "driver", lambda: hopper)
-    monkeypatch.setattr(expand, "LEAST_ROWS", 2)
-    check(2, (64, 128, 64, 128), 16, BF16, [(1, 60), (150, 190), (270, 270)], "cpu")
-    assert any(("HEAD_DIM", 192) in each.defines for each in hopper.launched)
+    monkeypatch.setattr(expand_rule, "_AT_ONCE", at_once)
+    monkeypatch.setattr(expand_rule, "_LEAST_HEADS", 1)
+    check(2, (64, 128, 64, 128), 16, BF16, [(1, 60), (65, 190), (140, 140), (2, 66)], "cpu", made=65)
+    launched = [each for each in hopper.launched if ("HEAD_DIM", 192) in each.defines]
+    assert len(launched) == (1 if at_once > 300 else 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 64])
-def test_long_prompts(page: int) -> None:
-    for requests in ([(1, 300), (700, 700), (2743, 2743)], [(1, 300), (300, 1700), (8, 8736), (40, 40)]):
-        check(16, WHOLE, page, BF16, requests, "cuda")
+@pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
+def test_long_prompts(dtype: torch.dtype, page: int) -> None:
+    for made in (2, 100):
+        for requests in (
+            [(1, 300), (700, 700), (2743, 2743)],
+            [(1, 300), (300, 1700), (8, 8736), (40, 40), (999, 9000)],
+        ):
+            check(16, WHOLE, page, dtype, requests, "cuda", made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", [0, 1, 63, 64, 65, 9000])
+def test_prompts_of_many_heads_that_go_on(before: int) -> None:
+    """Of 128 heads few are there at once."""
+    check(128, WHOLE, 64, BF16, [(1, 300), (300, 300 + before), (33, 70)], "cuda", 33)
 
 
 @pytest.mark.parametrize("heads", [3, 16, 20, 72])
@@ -165,16 +202,20 @@ def test_a_few_decodes_are_merged_by_the_product_behind(heads: int, device: str)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
-@pytest.mark.parametrize("requests", [[(1, 90), (1, 1), (1, 33), (1, 64)], [(1, 90), (3, 33)]], ids=["few", "prompt"])
+@pytest.mark.parametrize(
+    ("requests", "made"),
+    [([(1, 90), (1, 1), (1, 33), (1, 64)], 0), ([(1, 90), (3, 33)], 0), ([(1, 90), (3, 33)], 3)],
+    ids=["few", "prompt", "made"],
+)
 def test_what_is_appended_with_attention_is_what_is_before_it(
-    requests: Requests, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    requests: Requests, made: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows that lie apart; with a few decodes the append is part of another kernel, more rows than heads."""
     driver = EmulatorDriver()
     if device == "cpu":
         monkeypatch.setattr(modules, "driver", lambda: driver)
-    heads, sizes = 3, (64, 16, 16, 24)
-    latent, rot = sizes[0], sizes[2]
+    heads, sizes = 3, LatentSizes(64, 16, 16, 24)
+    latent, rot = sizes.latent, sizes.rot
     q, weights, cache, scales, meta, *rooms = moved(latent_case(heads, sizes, 16, dtype, requests), device)
     n, last = len(q), [length - 1 for new, length in requests for length in range(length - new + 1, length + 1)]
     pages = [r for r, (new, _) in enumerate(requests) for _ in range(new)]
@@ -189,7 +230,7 @@ def test_what_is_appended_with_attention_is_what_is_before_it(
         own_q, new = both[:, : q[0].numel()].view(q.shape), both[:, q[0].numel() :]
         own, its = cache.clone(), None if scales is None else scales.clone()
         out = torch.full_like(rooms[-1], torch.nan)
-        rest = step(meta, heads, latent, requests, device)
+        rest = step(meta, heads, sizes, requests, device, made)
         if is_one:
             given = NewLatents(new, norm, 1e-6, slots.to(device))
             append_and_attend(
@@ -218,7 +259,7 @@ def test_tiles_of_no_request_are_left_out(device: str) -> None:
     """As steps have them whose sizes a graph has fixed."""
     requests: Requests = [(40, 70), (3, 90)]
     arguments = moved(latent_case(16, (64, 16, 16, 16), 16, BF16, requests), device)
-    meta = step(arguments[4], 16, 64, requests, device)
+    meta = step(arguments[4], 16, LatentSizes(64, 16, 16, 16), requests, device)
     assert meta.prefills is not None
     table, plan = meta.prefills
     padded = replace(plan, tiles=torch.cat((plan.tiles, torch.full_like(plan.tiles, -1))))

@@ -73,8 +73,8 @@ class Again:
 class RecordedSteps:
     """See `allspan.worker.step.backend.DeviceSteps`."""
 
-    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[tuple[int, bool]]) -> None:
-        """`replays` gets the tokens that replayed steps are padded to, and whether prompts go on."""
+    def __init__(self, model: DeviceModel, buffers: DeviceBuffers, replays: set[tuple[int, int]]) -> None:
+        """`replays` gets the tokens that replayed steps are padded to, and those that keys and values are made of."""
         self._model, self._buffers, self._replays = model, buffers, replays
 
     def drain(self) -> None:
@@ -86,15 +86,17 @@ class RecordedSteps:
     def capture(self) -> None:
         self._buffers.chunks = chunk_buckets(self._buffers.max_tokens)
         for inputs in self._buffers.paddings():
-            note = partial(self._replays.add, (inputs.bucket, inputs.continues))
+            made = 0 if inputs.expanded is None else inputs.expanded.rows
+            note = partial(self._replays.add, (inputs.bucket, made))
             self._model.capture(inputs, lambda forward, others, note=note: Again(forward, note))
 
 
 class RecordingBackend(EmulatedBackend):
     """Steps with prompts of up to 16 tokens are recorded, larger ones that are nearly full, and decodes."""
 
-    made: ClassVar[list[set[tuple[int, bool]]]] = []
-    """For each model of each rank, the tokens that replayed steps were padded to, and whether prompts go on."""
+    made: ClassVar[list[set[tuple[int, int]]]] = []
+    """For each model of each rank, the tokens that replayed steps were padded to, and those that keys and values were
+    made of."""
 
     def steps(
         self, model: DeviceModel, inputs: InputBuffers | None, host: Sequence[HostPages], beat: Callable[[], None]

@@ -14,7 +14,11 @@ from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, tile_token
 from allspan.kernels.cuda.attention.decode import decode_workspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
+from allspan.kernels.cuda.jit.modules import gpu
+from allspan.kernels.cuda.latent import expand
 from allspan.kernels.cuda.latent.attend import attend_workspace
+from allspan.kernels.cuda.latent.expand import Expanded, ExpandRoom, expand_room
+from allspan.kernels.cuda.latent.expand_rule import MOST_BEFORE, ExpandRule
 from allspan.worker.cache.spec import CacheSpec
 from allspan.worker.step.backend import AttentionHeads
 from allspan.worker.step.buffer_sizes import ModelLimits
@@ -38,8 +42,13 @@ class CudaMetadata:
         """When the rows of a decode step read what they share as one; None: never."""
         self.plan_tiles = Tiling(1 if is_latent else self._group)
         """Cuts the new tokens of a step on the host."""
-        self.separates_continued = is_latent
-        """Whether prompts that begin in a step take other kernels than those that go on."""
+        self.expand_rule: ExpandRule | None = None
+        """Chooses the requests of which keys and values are made of latents; None: there are none."""
+        self._room: ExpandRoom | None = None
+        if (latents := heads.latents) is not None and expand.runs((latents.key + latents.rot, latents.value)):
+            tokens = limits.max_tokens + min(limits.max_model_len, MOST_BEFORE)
+            self.expand_rule = ExpandRule(latents, heads.group, tokens, gpu(device).multiprocessors)
+            self._room = expand_room(self.expand_rule, device)
         self._states: CascadeWorkspace | None = None
         if limits.uses_cascades and not heads.window and not is_latent:
             self.cascade_rule = rule = _rule(heads, cache, limits, device)
@@ -64,7 +73,14 @@ class CudaMetadata:
             decodes = PageTable(inputs.page_indptr[: count + 1], pages, inputs.kv_lens[:count], **heads)
         if inputs.tiles is not None and len(inputs.tiles):
             prefills = table, PrefillPlan(inputs.tiles, inputs.qo_indptr, len(inputs.positions), self.plan_tiles.group)
-        return StepAttention(decodes, prefills, self._scores, self._workspace, continues=inputs.continues)
+        expanded = self._expanded(inputs, table)
+        return StepAttention(decodes, prefills, self._scores, self._workspace, expanded=expanded)
+
+    def _expanded(self, inputs: StepInputs, table: PageTable) -> Expanded | None:
+        if (made := inputs.expanded) is None or self._room is None:
+            return None
+        plan = PrefillPlan(made.tiles, inputs.qo_indptr, len(inputs.positions), self.plan_tiles.group)
+        return Expanded(table, plan, made.indptr, made.rows, self._room)
 
 
 def _rule(heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> CascadeRule:

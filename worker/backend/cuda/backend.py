@@ -114,8 +114,8 @@ class CudaBackend:
             return StepBuffers(sizes, self._device)
         stream = current_stream() if self._device.type == "cuda" else None
         rule = metadata.cascade_rule
-        tells = metadata.separates_continued
-        return DeviceBuffers(sizes, self._device, metadata.plan_tiles, rule, stream, self._waiter, tells)
+        made = metadata.expand_rule
+        return DeviceBuffers(sizes, self._device, metadata.plan_tiles, rule, stream, self._waiter, made)
 
     def sampling(self, max_rows: int, width: int, ops: OpSet) -> Sampling:
         device = device_sampling(self._device, max_rows, width, self._waiter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from allspan.kernels.cuda.attention.cascade_rule import CascadeRule, Sharing
+from allspan.kernels.cuda.latent.expand_rule import ExpandRule
 from allspan.protos.api.errors import InternalError
 from allspan.worker.backend.cuda.event_wait import DEFAULT_WAITER, EventWaiter
 from allspan.worker.backend.cuda.pinned_buffer import PinnedBuffer
 from allspan.worker.backend.cuda.shared_rows import SharedRows
 from allspan.worker.backend.cuda.step_layout import (
-    SMALL_CHUNK,
     InputNames,
+    PromptForm,
+    PromptForms,
     StepLayout,
     aligned,
     chunk_of,
@@ -61,13 +62,12 @@ class DeviceBuffers:
         rule: CascadeRule | None = None,
         stream: Stream | None = None,
         waiter: EventWaiter = DEFAULT_WAITER,
-        separates_continued: bool = False,
+        expand_rule: ExpandRule | None = None,
     ) -> None:
         """`rule` None: what decodes share is not looked at. `stream`: where copies to the device are queued; None: they
-        are done at once. `separates_continued`: of large chunks, steps whose prompts all begin in them are apart."""
+        are done at once. `expand_rule` None: no keys and values are made of latents."""
         self._sizes = sizes
         self._names = InputNames(sizes)
-        self._plan_tiles = plan_tiles
         self.splits_drafts = sizes.has_drafts
         self._most_requests = sizes.max_rows + (sizes.most_decodes if sizes.has_drafts else 0)
         """The most requests of a step, the drafts among them."""
@@ -76,10 +76,10 @@ class DeviceBuffers:
         self.wants_common = rule is not None
         self.chunks: tuple[int, ...] = ()
         """Tokens that steps with prompts are padded to. None at first: without a graph padding is a loss."""
+        self._prompts = PromptForms(plan_tiles, expand_rule, sizes.attention_ranks)
         self._buffer = PinnedBuffer(self._capacity(), device, stream, waiter)
         self._padded: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
-        self._separates_continued = separates_continued
-        self._chunked: dict[tuple[int, int, bool], tuple[StepLayout, StepInputs]] = {}
+        self._chunked: dict[tuple[int, int, PromptForm], tuple[StepLayout, StepInputs]] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -113,21 +113,20 @@ class DeviceBuffers:
             return self._fill_padded(values, bucket, self.shared_rows.choose(common, bucket))
         if (counts[:decodes] != 1).any():
             raise InternalError("rows with one new token must come first")
-        tiles = self._plan_tiles(counts[decodes:], values["kv_lens"][decodes:])
-        tiles[:, 0] += decodes
-        values = values | {"tiles": tiles.reshape(-1)}
-        continues = bool((counts[decodes:] != values["kv_lens"][decodes:]).any())
+        new, lens = counts[decodes:], values["kv_lens"][decodes:]
         if chunk := self._chunk(tokens, max(requests, len(values["logits_rows"]))):
             own = self._own(values, chunk)
-            return self._fill_chunk(values, decodes, chunk, own, continues or self._are_alike(chunk))
+            if (form := self._prompts.choose(chunk, own, new, lens)) is not None:
+                return self._fill_chunk(values, decodes, chunk, own, form)
+        cut, form = self._prompts.cut(decodes, new, lens, None)
+        values = values | cut
         layout = StepLayout.of({name: len(value) for name, value in values.items()}, self._names.page_tables)
         array = self._buffer.next()
         for name, (first, last) in layout.spans.items():
             array[first:last] = values[name]
         self._buffer.send([(0, max(last for _, last in layout.spans.values()))])
-        views = layout.views(self._buffer.device)
-        views["tiles"] = views["tiles"].view(-1, tiles.shape[1])
-        return with_groups(views | {"num_decodes": decodes, "continues": continues}, self._names.num_groups)
+        views = self._prompts.take(layout.views(self._buffer.device), form)
+        return with_groups(views | {"num_decodes": decodes}, self._names.num_groups)
 
     def advance(self, tokens: Ints) -> None:
         raise InternalError("copies on a device do not show what the host's buffers hold")
@@ -144,9 +143,9 @@ class DeviceBuffers:
 
     def _paddings(self) -> Iterator[StepInputs]:
         for bucket in reversed(self.chunks):
-            for own, continues in product(reversed(self.owns(bucket)), (True, False)):
-                if continues or not self._are_alike(bucket):
-                    yield self._fill_chunk(self._names.nothing(["tiles"]), 0, bucket, own, continues)
+            for own in reversed(self.owns(bucket)):
+                for form in reversed(self._prompts.captured(bucket, own)):
+                    yield self._fill_chunk(self._names.nothing(), 0, bucket, own, form)
         for bucket in reversed(self.buckets):
             for own in reversed(self.owns(bucket)):
                 yield self._fill_padded(self._names.nothing(), bucket, None, own)
@@ -158,10 +157,6 @@ class DeviceBuffers:
         chunk = chunk_of(tokens, self.chunks)
         return chunk if rows <= self._chunk_rows(chunk) else 0
 
-    def _are_alike(self, chunk: int) -> bool:
-        """Whether one graph serves steps of this chunk with prompts that go on and without."""
-        return chunk <= SMALL_CHUNK or not self._separates_continued
-
     def _chunk_rows(self, tokens: int) -> int:
         """Requests of so many tokens of a chunk, and rows of logits, one each."""
         return min(tokens, self._sizes.most_decodes)
@@ -172,28 +167,28 @@ class DeviceBuffers:
         return sizes[bisect_left(sizes, len(values["positions"]))]
 
     def _fill_chunk(
-        self, values: dict[str, NDArray[Any]], decodes: int, bucket: int, own: int, continues: bool
+        self, values: dict[str, NDArray[Any]], decodes: int, bucket: int, own: int, form: PromptForm
     ) -> StepInputs:
-        layout, inputs = self._of_chunk(bucket, own, continues)
-        array = self._buffer.next()
-        values = values | {"decode_rows": np.arange(decodes, dtype=np.int32)}
-        self._write(array, layout, values, dict.fromkeys(("logits_rows", "decode_rows", "tiles"), -1))
+        layout, inputs = self._of_chunk(bucket, own, form)
+        array, new = self._buffer.next(), np.diff(values["qo_indptr"])[decodes:]
+        cut, _ = self._prompts.cut(decodes, new, values["kv_lens"][decodes:], form)
+        values = values | cut | {"decode_rows": np.arange(decodes, dtype=np.int32)}
+        paddings = dict.fromkeys(("logits_rows", "decode_rows"), -1) | self._prompts.paddings(values)
+        self._write(array, layout, values, paddings)
         self._buffer.send(layout.used(values))
         return replace(inputs, num_rows=len(values["logits_rows"]))
 
-    def _of_chunk(self, bucket: int, own: int, continues: bool) -> tuple[StepLayout, StepInputs]:
-        key = bucket, own, continues
+    def _of_chunk(self, bucket: int, own: int, form: PromptForm) -> tuple[StepLayout, StepInputs]:
+        key = bucket, own, form
         if key not in self._chunked:
             rows = self._chunk_rows(own)
             lengths = dict.fromkeys(self._names.every, bucket) | dict.fromkeys(self._names.tokens, own)
             lengths |= dict.fromkeys(("kv_lens", "decode_rows"), rows)
             lengths |= dict.fromkeys(("qo_indptr", *self._names.page_indptrs), rows + 1)
-            lengths |= {"logits_rows": self._chunk_rows(bucket), "tiles": 2 * self._plan_tiles.most(own, rows)}
+            lengths |= {"logits_rows": self._chunk_rows(bucket)} | self._prompts.lengths(own, rows, form)
             layout = StepLayout.of(lengths | self._tables(), self._names.page_tables)
-            views = layout.views(self._buffer.device)
-            views["tiles"] = views["tiles"].view(-1, 2)
-            facts = {"bucket": bucket, "continues": continues}
-            self._chunked[key] = layout, with_groups(views | facts, self._names.num_groups)
+            views = self._prompts.take(layout.views(self._buffer.device), form)
+            self._chunked[key] = layout, with_groups(views | {"bucket": bucket}, self._names.num_groups)
         return self._chunked[key]
 
     def _write(
@@ -255,6 +250,6 @@ class DeviceBuffers:
         lengths = dict.fromkeys((*names.every, *names.tokens, "kv_lens"), sizes.max_tokens + sizes.max_rows)
         lengths |= dict.fromkeys(("qo_indptr", *names.page_indptrs, "decode_rows"), rows + 1)
         lengths |= {"logits_rows": max(sizes.max_logits_rows, sizes.max_rows)}
-        lengths |= {"tiles": 2 * (sizes.max_tokens + rows)}
+        lengths |= self._prompts.lengths(sizes.max_tokens, rows, PromptForm(sizes.max_tokens))
         lengths |= self.shared_rows.lengths(sizes.most_decodes) | self._tables()
         return sum(map(aligned, lengths.values()))

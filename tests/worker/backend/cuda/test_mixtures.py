@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allspan import Engine, SamplingParams
+from allspan.kernels.cuda.latent import expand_rule
+from allspan.kernels.cuda.latent.expand_rule import ExpandRule
+from allspan.worker.backend.cuda import step_layout
 from support.mxfp4_model import save_mxfp4
 from support.quantised_checkpoints import FORMS, quantise_folder
 from support.tiny_models import prompt, reference_logits
@@ -39,6 +42,15 @@ LATENTS = {
     "v_head_dim": 24,
     "first_k_dense_replace": 1,
 }
+WHOLE = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 8192,
+}
+"""Latents of released models."""
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", {"num_local_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [1]}),
@@ -62,11 +74,11 @@ IDS = prompt(70, 97)
 """In two chunks, the first of more rows than a block sums up by itself."""
 
 
-def save(folder: Path, name: str) -> Any:
+def save(folder: Path, name: str, **changes: Any) -> Any:
     """A random model whose routers' biases decide: they are far larger than scores differ."""
     model_type, config = MODELS[name]
     torch.manual_seed(5)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config | changes))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.15)
@@ -102,6 +114,44 @@ def difference(folder: Path, model: Any, settings: dict[str, Any]) -> float:
 def test_likelihoods_are_those_of_transformers(name: str, tmp_path: Path, on: dict[str, Any]) -> None:
     model = save(tmp_path, name)
     assert difference(tmp_path, model, on) < 0.05
+
+
+def errors(folder: Path, model: Any, asked: list[list[list[int]]], settings: dict[str, Any]) -> torch.Tensor:
+    """How far the logarithms of chosen tokens are off, of some batches of prompts one after the other."""
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
+    found = []
+    with Engine(folder, **SETTINGS | settings) as engine:
+        for batch in asked:
+            for ids, output in zip(batch, engine.generate(batch, params), strict=True):
+                whole = [*ids, *output.token_ids]
+                likely = reference_logits(model, whole).log_softmax(1)[range(len(ids) - 1, len(whole) - 1)]
+                told = torch.tensor([entry.logprob for entry in output.logprobs])
+                found.append((told - likely.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]).abs())
+        assert engine.statistics().prefix_hit_tokens >= 64 + 96
+    return torch.cat(found)
+
+
+def test_chunks_and_cached_prefixes_of_latents(
+    tmp_path: Path, on: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are made of all that prompts see: in chunks, and when pages hold most of them."""
+    monkeypatch.setattr(step_layout, "LEAST_ROWS", 2)
+    monkeypatch.setattr(ExpandRule, "_pays", lambda self, new, before: new > 0)
+    model = save(tmp_path, "deepseek_v3")
+    asked = [IDS, IDS[:65] + prompt(40, 97, 3), prompt(9, 97, 1)]
+    assert float(errors(tmp_path, model, [asked, asked], on | {"max_num_batched_tokens": 48}).median()) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launching", [0.0, 1e15], ids=["launched", "captured"])
+def test_long_prompts_of_latents(launching: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of released models' sizes, in large steps: that begin in them, straddle two, and go on further."""
+    monkeypatch.setattr(expand_rule, "_LAUNCHING", launching)
+    model = save(tmp_path, "deepseek_v3", **WHOLE)
+    first = [prompt(2500, 97, 1), prompt(2500, 97, 2), prompt(4300, 97, 3)]
+    then = [first[2][:3000] + prompt(1000, 97, 4), first[0][:2000] + prompt(90, 97, 5), prompt(300, 97, 6)]
+    settings = {"device": "cuda", "max_model_len": 4400, "max_num_batched_tokens": 4096, "kv_cache_bytes": 64_000_000}
+    assert float(errors(tmp_path, model, [first, then], settings).median()) < 0.05
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_decodes(tmp_path: Path, on: dict[str, Any]) -> None:
