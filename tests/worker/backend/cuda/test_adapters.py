@@ -32,7 +32,7 @@ RANKED = {"head_dim": 64, "hidden_size": 144, "num_attention_heads": 6, "num_key
 ASKED = [prompt(70, 97), prompt(5, 97, 1), prompt(5, 97, 2)]
 """The first in two chunks."""
 NAMES = ("", "one", "two")
-COUNT = 6
+COUNT = 12
 
 
 class Adapted:
@@ -92,9 +92,9 @@ def test_rows_take_the_adapter_of_their_request_whatever_ran_before(adapted: Ada
     loaded = adapted.load(**on)
     for turn, names in enumerate((("one", "", "two"), ("two", "one", ""), ("", "", ""), ("one", "one", "one"))):
         for name, ids, output in zip(names, ASKED, answers(loaded, names, 3 * turn), strict=True):
-            assert adapted.miss(name, ids, output) < 0.03, names
+            assert adapted.miss(name, ids, output) < 0.05, names
             others = [adapted.miss(other, ids, output) for other in NAMES if other != name]
-            assert min(others) > 0.05, names
+            assert min(others) > 0.1, names
 
 
 def test_an_adapter_of_the_embedding_and_the_head_changes_its_requests_alone(
