@@ -1,9 +1,9 @@
-"""Products of linear layers with adapters, on a GPU: a layer's own product between or behind those of its adapters.
+"""Products of linear layers with adapters, on a GPU.
 
-The adapters' first product comes before the layer's own, which asks for its weight meanwhile. A product that is added
-to the residual stream comes last: what adapters add is there already. One whose activation follows is kept, and the
-adapters' second product does the rest: in float32 where rows are so few that the layer's kernel would round nothing
-before its activation, so that rows without an adapter have the bits of the layer alone.
+The second product comes behind the layer's: it is added to what is there, or, where an activation follows, to what is
+kept until then, in float32 where rows are so few that the layer's kernel would round nothing before its activation. The
+first product comes ahead of kernels that ask for their weight meanwhile, and behind those of cuBLAS, whose end the next
+kernel waits for anyway. Rows without an adapter have the bits of the layer alone, but for gated products by cuBLAS.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.cuda.adapters.expand import expand, expand_gated
 from allspan.kernels.cuda.adapters.shrink import shrink
-from allspan.kernels.cuda.linear.call import GATED, LinearCall, Output
+from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import choose
-from allspan.kernels.cuda.linear.packed_linear import packed_linear, packed_linear_add
+from allspan.kernels.cuda.linear.packed_linear import packed_linear, run
 from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
 
+_EPILOGUES = {"store": STORE, "add": ADD, **GATED}
+
 _EXACT = ("gemv", "skinny", "skinny_shared", "skinny_sm90")
-"""Kernels of few rows that round nothing before an activation."""
+"""Kernels of few rows, which begin before the kernel ahead has ended, and round nothing before an activation."""
 
 
 def adapted_linear(
@@ -34,18 +36,20 @@ def adapted_linear(
 ) -> None:
     """See `FusedOps.adapted_linear`. Raises ValueError for what the kernels would read or write past."""
     weight, bias, spec, epilogue = base
+    call = LinearCall(x, weight, bias, spec, Output(out, 0, _EPILOGUES[epilogue]))
+    kernel = choose(call).name
     matrices = AdapterWeights(*adapters[2:])
-    sums = shrink(x, adapters.a, adapters.spec, routing)
-    if epilogue == "store":
-        packed_linear(x, weight, bias, spec, 0, out)
+    is_exact = kernel in _EXACT
+    ahead = shrink(x, adapters.a, adapters.spec, routing) if is_exact else None
+    if epilogue not in GATED:
+        run(call)
+        sums = shrink(x, adapters.a, adapters.spec, routing) if ahead is None else ahead
         expand(sums, matrices, routing, out)
-    elif epilogue == "add":
-        expand(sums, matrices, routing, out)
-        packed_linear_add(x, weight, bias, spec, 0, out)
-    else:
-        if choose(LinearCall(x, weight, bias, spec, Output(out, 0, GATED[epilogue]))).name in _EXACT:
-            room = torch.empty(len(x), spec.features, device=x.device)
-        if room is None:
-            raise ValueError(f"room: there is none for the product before {epilogue}")
-        packed_linear(x, weight, bias, spec, 0, room)
-        expand_gated(sums, matrices, routing, room, epilogue, out)
+        return
+    if is_exact:
+        room = torch.empty(len(x), spec.features, device=x.device)
+    if room is None:
+        raise ValueError(f"room: there is none for the product before {epilogue}")
+    packed_linear(x, weight, bias, spec, 0, room)
+    sums = shrink(x, adapters.a, adapters.spec, routing) if ahead is None else ahead
+    expand_gated(sums, matrices, routing, room, epilogue, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from allspan.kernels.adapter_layout import COLUMNS
 from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.cuda.adapters.route import check_routing
-from allspan.kernels.cuda.adapters.shrink import most_tiles
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.linear.call import GATED
 from allspan.kernels.ops import Routing
@@ -20,16 +18,12 @@ from allspan.kernels.ops import Routing
 LEAST_CAPABILITY = (7, 5)
 """See variants.py."""
 
-_ROWS = 4
-"""Rows that a thread has at once."""
-_LEAST, _MOST, _WAVES = 8, 64, 4
-"""Rows of a tile: as many as leave so many thread blocks for each multiprocessor."""
-_FEW_ROWS = 256
-"""Rows from which on tensor cores multiply, for whom a tile has a multiple of 16."""
-_THREADS, _RANKS = 128, 16
+_UNIT, _MOST, _BLOCKS = 16, 8, 16
+"""Rows that a block has at once; how often it goes on at most, where there are more blocks for a multiprocessor."""
+_THREADS, _PANELS, _STAGES = 128, 2, 3
 _MOST_LOW = 32 << 10
 """Bytes of sums of a tile's rows that a block keeps."""
-_EXPANSION = struct.Struct("=10i")
+_EXPANSION = struct.Struct("=9i")
 
 
 def add_adapters(x: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor], out: Tensor) -> None:
@@ -69,9 +63,7 @@ def expand_gated(
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     for dtype in HALVES:
-        for other in (dtype, torch.float32):
-            forms = itertools.product((False, True), (False, True))
-            yield from (_kernel(dtype, is_gated, other, has_many) for is_gated, has_many in forms)
+        yield from (_kernel(dtype, way, other) for way in (0, *GATED.values()) for other in (dtype, torch.float32))
 
 
 def _launch(
@@ -85,35 +77,41 @@ def _launch(
     panels, (splits, n, _) = weights.panels, sums.shape
     (places, count, rank, _), parts = panels.shape, weights.ranks.shape[1]
     is_gated = product is not None
-    columns = -(-(count // 2 if is_gated else count) * (COLUMNS // 8) // _THREADS)
-    if n == 0 or columns == 0:
+    columns = -(-(count // 2) // _PANELS) if is_gated else count // _PANELS + parts  # at most
+    if n == 0 or count == 0:
         return
     device = gpu(out.device)
-    has_many = n > _FEW_ROWS
-    unit = 16 if has_many else _ROWS
-    row_bytes = 4 + 4 * parts * (-(-rank // 16) * 16 if has_many else rank + rank % 2)
-    each = max(_LEAST, min(_MOST, n * columns // (_WAVES * device.multiprocessors)))
-    each = max(unit, min(each, _MOST_LOW // row_bytes) // unit * unit)
-    most = -(-2 * _WAVES * device.multiprocessors // columns)
-    blocks = columns, min(most, most_tiles(n, places + is_gated, each))
+    halves, units = 1 + is_gated, -(-n // _UNIT)
+    row_bytes = 8 + 4 * halves + 8 * (halves * -(-rank // 16) * 8 + 4)
+    each = units * columns // (_BLOCKS * device.multiprocessors)
+    each = _UNIT * max(1, min(_MOST, each, _MOST_LOW // (row_bytes * _UNIT)))
+    blocks = columns, -(-n // each)
     stride = 0 if product is None else product.stride(0)
-    sizes = _EXPANSION.pack(places, n, each, count, rank, parts, splits, out.stride(0), stride, activation)
-    shared = each * row_bytes + (0 if has_many else (1 + is_gated) * _RANKS * _THREADS * 16)
+    sizes = _EXPANSION.pack(places, n, each, count, rank, parts, splits, out.stride(0), stride)
+    wide = (out if product is None else product).element_size() // 2
+    shared = each * row_bytes + _THREADS * _STAGES * halves * wide * 32
     if shared > device.shared_bytes:
-        raise ValueError(f"ranks: {parts} parts of a layer are more than a thread block of this GPU takes")
-    what = _kernel(panels.dtype, is_gated, out.dtype if product is None else product.dtype, has_many)
-    arguments = (*weights, sums, routing.starts, routing.slots, product, out, sizes)
+        raise ValueError(f"ranks: adapters of rank {rank} are more than a thread block of this GPU takes")
+    what = _kernel(panels.dtype, activation, out.dtype if product is None else product.dtype)
+    arguments = (*weights, sums, routing.places, routing.slots, product, out, sizes)
     launch(what, blocks, _THREADS, arguments, shared, is_early=True)
 
 
-def _kernel(dtype: torch.dtype, is_gated: bool, other: torch.dtype, has_many: bool) -> Kernel:
+def _kernel(dtype: torch.dtype, activation: int, other: torch.dtype) -> Kernel:
     """`other`: the type of out, or of a gated product."""
-    name = "expand_many" if has_many else "expand"
-    macros = {"ROWS": _ROWS, "GATED": int(is_gated), "OUT_FLOATS": int(other == torch.float32)}
-    return kernel("adapters/expand.cu", name, **macros, **element_macro(dtype))
+    macros = {"GATED": activation, "OUT_FLOATS": int(other == torch.float32)}
+    return kernel("adapters/expand.cu", "expand", **macros, **element_macro(dtype))
 
 
 def _check(sums: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tensor]) -> None:
+    _, n, width = sums.shape
+    if sums.dtype != torch.float32 or not sums.is_contiguous():
+        raise ValueError(f"x: {sums.dtype} {[n, width]} is not float32")
+    check_weights(n, width, weights, routing)
+
+
+def check_weights(n: int, width: int, weights: AdapterWeights[Tensor], routing: Routing[Tensor]) -> None:
+    """Raises ValueError unless these are second matrices for n rows of `width` sums."""
     panels, ranks, ends = weights
     places, parts = ranks.shape
     if panels.dtype not in HALVES or panels.ndim != 4 or len(panels) != places or panels.shape[3] != COLUMNS:
@@ -121,9 +119,8 @@ def _check(sums: Tensor, weights: AdapterWeights[Tensor], routing: Routing[Tenso
     for name, tensor, shape in (("ranks", ranks, (places, parts)), ("ends", ends, (parts,))):
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} is not int32 {list(shape)}")
-    _, n, width = sums.shape
     if not panels.is_contiguous() or panels.data_ptr() % 16:
         raise ValueError("panels: they do not lie together, from a multiple of 16 bytes on")
-    if sums.dtype != torch.float32 or width != parts * panels.shape[2] or not sums.is_contiguous():
-        raise ValueError(f"x: {sums.dtype} {[n, width]} is not float32 [n, {parts * panels.shape[2]}]")
+    if width != parts * panels.shape[2]:
+        raise ValueError(f"x: {[n, width]} is not [n, {parts * panels.shape[2]}]")
     check_routing(routing, n, places)

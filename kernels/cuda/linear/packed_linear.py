@@ -33,21 +33,21 @@ _EPILOGUES = {"packed_linear": STORE, "packed_linear_add": ADD}
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor) -> None:
     """See `OpSet.packed_linear`. Raises ValueError for what the kernels would read or write past."""
-    _run(LinearCall(x, weight, bias, spec, Output(out, column, STORE)))
+    run(LinearCall(x, weight, bias, spec, Output(out, column, STORE)))
 
 
 def packed_linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, out: Tensor
 ) -> None:
     """See `OpSet.packed_linear_add`; out is float32."""
-    _run(LinearCall(x, weight, bias, spec, Output(out, column, ADD)))
+    run(LinearCall(x, weight, bias, spec, Output(out, column, ADD)))
 
 
 def packed_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: PackedSpec, column: int, activation: str, out: Tensor
 ) -> None:
     """See `OpSet.packed_gated_linear`."""
-    _run(LinearCall(x, weight, bias, spec, Output(out, column, GATED[activation])))
+    run(LinearCall(x, weight, bias, spec, Output(out, column, GATED[activation])))
 
 
 def kernel_name(
@@ -59,7 +59,8 @@ def kernel_name(
     return choose(LinearCall(x, weight, bias, spec, Output(out, column, epilogue))).name
 
 
-def _run(call: LinearCall) -> None:
+def run(call: LinearCall) -> None:
+    """Runs what the ops above are. Raises ValueError for what the kernels would read or write past."""
     _check(call)
     if call.rows and call.spec.features:
         choose(call).run(call)
