@@ -1,9 +1,11 @@
 """Products of linear layers with adapters, on a GPU.
 
-The second product comes behind the layer's: it is added to what is there, or, where an activation follows, to what is
-kept until then, in float32 where rows are so few that the layer's kernel would round nothing before its activation. The
-first product comes ahead of kernels that ask for their weight meanwhile, and behind those of cuBLAS, whose end the next
-kernel waits for anyway. Rows without an adapter have the bits of the layer alone, but for gated products by cuBLAS.
+One row of 16-bit weights has the adapters' first product ahead and the second one within the layer's own (one_row.cuh).
+Others have the second product behind the layer's: it
+is added to what is there, or, where an activation follows, to what is kept until then, in float32 where rows are so few
+that the layer's kernel would round nothing before its activation. The first product comes ahead of kernels that ask for
+their weight meanwhile, and behind those of cuBLAS, whose end the next kernel waits for anyway. Rows without an adapter
+have the bits of the layer alone, but for gated products by cuBLAS.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.adapter_ops import AdapterWeights
+from allspan.kernels.cuda.adapters import one_row
 from allspan.kernels.cuda.adapters.expand import expand, expand_gated
 from allspan.kernels.cuda.adapters.shrink import shrink
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
@@ -38,6 +41,9 @@ def adapted_linear(
     weight, bias, spec, epilogue = base
     call = LinearCall(x, weight, bias, spec, Output(out, 0, _EPILOGUES[epilogue]))
     kernel = choose(call).name
+    if one_row.takes(kernel, call, adapters):
+        one_row.run_with(call, adapters, routing)
+        return
     matrices = AdapterWeights(*adapters[2:])
     is_exact = kernel in _EXACT
     ahead = shrink(x, adapters.a, adapters.spec, routing) if is_exact else None

@@ -39,15 +39,26 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class OneRowAdapter:
+    """What a low-rank adapter adds to a product of one row within its kernel: see one_row.cuh."""
+
+    argument: bytes
+    """The kernel's parameter."""
+    sums: int
+    """Numbers whose sums a rank's are: parts of the layer · parts of the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinearCall:
     """The arguments of a packed linear op: x [n, inputs] bfloat16 or float16, weight uint8 of spec.shape in rows, bias
-    float32 [features] or None."""
+    float32 [features] or None. Only `skinny` takes an adapter."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     spec: PackedSpec
     output: Output
+    adapter: OneRowAdapter | None = None
 
     @property
     def rows(self) -> int:

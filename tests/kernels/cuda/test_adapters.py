@@ -12,6 +12,7 @@ from allspan.kernels.cuda.adapters.embed import embed_adapters
 from allspan.kernels.cuda.adapters.expand import add_adapters
 from allspan.kernels.cuda.adapters.route import route_adapters
 from allspan.kernels.cuda.adapters.shrink import shrink
+from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.linear.packed_linear import packed_gated_linear, packed_linear, packed_linear_add
 from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
@@ -167,6 +168,47 @@ def test_a_layer_with_adapters_is_the_sum_of_its_products(format_: str, epilogue
             (packed_linear_add if epilogue == "add" else packed_linear)(*arguments, alone)
         if rows <= 8 or not is_gated:
             assert torch.equal(out[adapters < 0], alone[adapters < 0])
+
+
+ONE_ROW = [
+    (BF16, (70, 16, 129), "store", 40),
+    (BF16, (130, 130), "silu", 17),
+    (F16, (200,), "add", 8),
+    (F16, (0, 300), "store", 16),
+]
+"""Types, parts, epilogues and the rank that there is room for."""
+
+
+@pytest.mark.parametrize(("dtype", "parts", "epilogue", "rank"), ONE_ROW)
+def test_one_row_has_its_adapter_within_the_product(
+    dtype: torch.dtype, parts: tuple[int, ...], epilogue: str, rank: int, device: str
+) -> None:
+    """Of mixed ranks, or none; inputs are several stretches, the last of which is not whole."""
+    is_gated, inputs, name = epilogue == "silu", 1300, "bf16" if dtype is BF16 else "f16"
+    spec = PackedSpec(name, name, parts, inputs, memory="rows")
+    weight, (a, a_spec) = random_weight(spec, 3), matrices(len(parts) * rank, inputs, dtype)
+    second = weights_of(parts, rank, dtype)
+    moved = AdapterMatrices(a.to(device), a_spec, *on_device(second, device))
+    x = torch.randn(1, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = torch.randn(1, parts[0] if is_gated else sum(parts)).to(torch.float32 if epilogue == "add" else dtype)
+    base, alone_base = (BaseProduct(each, None, spec, epilogue) for each in (weight.to(device), weight))
+    for place in (-1, *range(PLACES)):
+        adapters, expected = torch.tensor([place], dtype=torch.int32), before.float().clone()
+        given = AdapterMatrices(a, a_spec, *second)
+        reference.adapted_linear(x.float(), given, routed_by_reference(adapters), alone_base, None, expected)
+        routing = routed(adapters, device)
+        out, alone = before.clone().to(device), before.clone().to(device)
+        with modules.noting() as kernels:
+            adapted_linear(x.to(device), moved, routing, base, None, out)
+        assert [kernel.name for kernel in kernels] == ["shrink", "skinny"]
+        adapted_linear(x.to(device), moved, routing, base, None, out)
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=0.02, atol=0.01 * float(expected.abs().max()))
+        if is_gated:
+            packed_gated_linear(x.to(device), base.weight, None, spec, 0, epilogue, alone)
+        else:
+            add = packed_linear_add if epilogue == "add" else packed_linear
+            add(x.to(device), base.weight, None, spec, 0, alone)
+        assert torch.equal(out, alone) is (place < 0 or not second.ranks[place].any())
 
 
 def routed_by_reference(adapters: Tensor) -> Routing[Tensor]:

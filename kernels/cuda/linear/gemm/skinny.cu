@@ -15,7 +15,15 @@
 // to the sums of codes · x and of x itself. To make bfloat16 of codes takes more instructions than there are in the
 // time that they take from memory, so x becomes integers of 16 bits with a scale for each k tile: two columns, 256 ·
 // high + low.
+//
+// ADAPTED: with what a low-rank adapter adds to the product, of one row and 16-bit elements; see one_row.cuh.
 #include "linear/gemm/integer_x.cuh"
+#ifndef ADAPTED
+#define ADAPTED 0
+#endif
+#if ADAPTED
+#include "adapters/one_row.cuh"
+#endif
 
 // What an output needs beside the product.
 struct Beside {
@@ -26,7 +34,12 @@ struct Beside {
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     skinny(const uint4* weight, const void* qparams, const bf16* x, const float* bias, void* out, int rows,
            int features, int inputs, int k_tiles, int group_sets, int epilogue, int out_floats, int x_stride,
-           int out_stride, int column) {
+           int out_stride, int column
+#if ADAPTED
+           ,
+           const __grid_constant__ OneRow adapters
+#endif
+    ) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool is_gated = PARTS == 2 && epilogue >= kGatedSilu;
@@ -135,7 +148,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int width = min(wide, all), mine = threadIdx.x % max(width, 1), my_row = threadIdx.x / max(width, 1);
   Beside beside = {};
   if (my_row < rows && passes) beside = beside_weight(begin, mine);
+#if ADAPTED
+  // Behind what lies there else, sums and x.
+  const int x_bytes = kIsResident ? ((k_tiles * kSets) | 1) * 64 : 0;
+  char* const behind = shared + WARPS * kStages * kStageBytes + 2 * WARPS * kPitch * 4 + x_bytes;
+  OneRowColumns<WARPS> adapter(adapters, reinterpret_cast<float*>(behind));
+  const auto ask_numbers = [&](int first) {
+    const int p = lane / 16, i = lane % 16, o = output(first, p, i);
+    adapter.ask(is_gated, p, p < PARTS && i < each && o < end ? o : -1);
+  };
+  if (passes) ask_numbers(begin);
+#endif
   wait_for_ahead();  // the weight is there before any kernel; x and out are not
+#if ADAPTED
+  adapter.copy_sums();
+#endif
   const auto place = [&](int first, int i, int row) {
     return static_cast<long long>(row) * out_stride + column + first + i;
   };
@@ -208,6 +235,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       beside = beside_weight(first, mine);
       if (epilogue == kAdd) beside.before = static_cast<const float*>(out)[place(first, mine, my_row)];
     }
+#if ADAPTED
+    if (pass > 0) ask_numbers(first);
+#endif
     float sum[PARTS][TILES][4] = {}, group_sum[PARTS][TILES][4] = {};
     for (int k = 0; k < count; ++k) {
       if (kGrouped) __syncwarp();  // qparams are copied by other lanes
@@ -344,6 +374,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         for (int p = 0; p < PARTS; ++p) to[p * 16] = sum[p][n][e], to[p * 16 + 8] = sum[p][n][e + kOfLane];
         if (kHasSums && !kGrouped && g == 0 && pass == 0) warp_sums[warp * kRows + row] = x_sum[n][e];
       }
+#if ADAPTED
+    if (count < kStages) wait_for<0>();  // the copies are part of the first step
+    __syncwarp();
+    adapter.add_to(of_pass + warp * kPitch + lane);
+#endif
     __syncthreads();
     // Output i, of part p of the features.
     const auto product = [&](int p, int i, int row, const Beside& beside) {

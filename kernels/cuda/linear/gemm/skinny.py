@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from allspan.kernels.cuda.jit.modules import HALVES, Gpu, Kernel, kernel, launch, shared_limit
-from allspan.kernels.cuda.linear.call import LinearCall, Output
+from allspan.kernels.cuda.linear.call import LinearCall, OneRowAdapter, Output
 from allspan.kernels.cuda.linear.macros import common_specs, gemm_macros, gemm_sizes, groups_of_k_tile, k_tiles
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.row_layout import qparams_of
@@ -30,9 +31,21 @@ def run(call: LinearCall) -> None:
     form = _form(spec, len(x), output, device)
     blocks = min(form.blocks * device.multiprocessors, output.width(spec))  # each has an equal share of the features
     qparams = qparams_of(call.weight, spec)
-    arguments = (call.weight, qparams, x, call.bias, output.out, *gemm_sizes(x, spec, output))
+    arguments: tuple[Any, ...] = (call.weight, qparams, x, call.bias, output.out, *gemm_sizes(x, spec, output))
     shared = form.launch_bytes(spec, len(x), device)
-    launch(_kernel(spec, form, x.dtype), (blocks,), form.warps * 32, arguments, shared, is_early=True)
+    if call.adapter is not None:
+        arguments = *arguments, call.adapter.argument
+        shared = max(shared, _bytes_with(form, call.adapter, spec))
+    what = _kernel(spec, form, x.dtype, call.adapter is not None)
+    launch(what, (blocks,), form.warps * 32, arguments, shared, is_early=True)
+
+
+def takes_adapter(call: LinearCall, adapter: OneRowAdapter) -> bool:
+    """Whether `run` takes this adapter: of one row and 16-bit elements, where there is shared memory for it."""
+    spec, width = call.spec, call.output.width(call.spec)
+    if call.rows != 1 or spec.kind.bits < 16 or spec.k_offset or 0 in (spec.inputs, width):
+        return False
+    return _bytes_with(_form(spec, 1, call.output, call.gpu), adapter, spec) <= call.gpu.shared_bytes
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
@@ -43,6 +56,8 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
                 passing = (_passing(spec, parts, rows, steps, device) for rows in (1, MOST_ROWS) for steps in (1, 4, 8))
                 forms = dict.fromkeys((*_forms(spec, parts), *passing))
                 yield from (_kernel(spec, form, dtype) for form in forms)
+                if spec.kind.bits == 16:
+                    yield from (_kernel(spec, form, dtype, is_adapted=True) for form in forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,12 @@ def _passing(spec: PackedSpec, parts: int, rows: int, steps: int, device: Gpu) -
     return next(form for form in forms if form.shared_bytes(spec, rows if more else MOST_ROWS) <= device.shared_bytes)
 
 
-def _kernel(spec: PackedSpec, form: _Form, dtype: torch.dtype) -> Kernel:
-    macros = {"TILES": form.tiles, "PARTS": form.parts, "RESIDENT": form.resident, "WHOLE": form.whole}
+def _bytes_with(form: _Form, adapter: OneRowAdapter, spec: PackedSpec) -> int:
+    return form.shared_bytes(spec, 1) + form.warps * adapter.sums * 4
+
+
+def _kernel(spec: PackedSpec, form: _Form, dtype: torch.dtype, is_adapted: bool = False) -> Kernel:
+    also = {"ADAPTED": 1} if is_adapted else {}
+    macros = also | {"TILES": form.tiles, "PARTS": form.parts, "RESIDENT": form.resident, "WHOLE": form.whole}
     sizes = {"WARPS": form.warps, "STAGES": form.stages, "BLOCKS": form.blocks}
     return kernel("linear/gemm/skinny.cu", "skinny", **gemm_macros(spec, dtype), **macros, **sizes)
