@@ -22,7 +22,8 @@ class AdapterWeights(NamedTuple, Generic[T]):
     """The second matrices of all adapters of one layer."""
 
     panels: T
-    """[places, panels, R, 64], float32 or of 16 bits: see `allspan.kernels.adapter_layout`."""
+    """[places, panels, R, 64], float32 or of 16 bits: see `allspan.kernels.adapter_layout`. Finite, also behind an
+    adapter's rank."""
     ranks: T
     """int32 [places, parts]: the rank of each adapter in each part of the layer, at most R."""
     ends: T

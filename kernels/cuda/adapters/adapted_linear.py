@@ -1,7 +1,7 @@
 """Products of linear layers with adapters, on a GPU.
 
-One row of 16-bit weights has the adapters' first product ahead and the second one within the layer's own (one_row.cuh).
-Others have the second product behind the layer's: it
+One row of 16-bit weights has the adapters' first product ahead and the second one within the layer's own (one_row.cuh),
+and so have many rows of a gated product on Hopper (of_tiles.cuh). Others have the second product behind the layer's: it
 is added to what is there, or, where an activation follows, to what is kept until then, in float32 where rows are so few
 that the layer's kernel would round nothing before its activation. The first product comes ahead of kernels that ask for
 their weight meanwhile, and behind those of cuBLAS, whose end the next kernel waits for anyway. Rows without an adapter
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from allspan.kernels.adapter_ops import AdapterWeights
-from allspan.kernels.cuda.adapters import one_row
+from allspan.kernels.cuda.adapters import of_tiles, one_row
 from allspan.kernels.cuda.adapters.expand import expand, expand_gated
 from allspan.kernels.cuda.adapters.shrink import shrink
 from allspan.kernels.cuda.linear.call import ADD, GATED, STORE, LinearCall, Output
 from allspan.kernels.cuda.linear.dispatch import choose
+from allspan.kernels.cuda.linear.gemm import gemm_sm90
 from allspan.kernels.cuda.linear.packed_linear import packed_linear, run
 from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.ops import Routing
@@ -45,6 +46,10 @@ def adapted_linear(
         one_row.run_with(call, adapters, routing)
         return
     matrices = AdapterWeights(*adapters[2:])
+    if kernel == "gemm_sm90" and of_tiles.takes(matrices):
+        sums = shrink(x, adapters.a, adapters.spec, routing)
+        gemm_sm90.run_halves(call, of_tiles.tile_adapters(sums, matrices, routing))
+        return
     is_exact = kernel in _EXACT
     ahead = shrink(x, adapters.a, adapters.spec, routing) if is_exact else None
     if epilogue not in GATED:

@@ -143,6 +143,7 @@ def test_a_layer_with_adapters_is_the_sum_of_its_products(format_: str, epilogue
     weight = random_weight(spec, 3)
     a, a_spec = matrices(2 * rank, inputs, BF16)
     second = weights_of(parts, rank, BF16)
+    second.panels.nan_to_num_(7.0)  # behind an adapter's rank lies what another one left there
     bias = torch.randn(144, generator=torch.Generator().manual_seed(5))
     for rows in (1, 7, 40, *((300,) if format_ == "bf16" else ())):
         adapters = of_rows(rows, rows + 1)

@@ -8,6 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from allspan.kernels.adapter_ops import AdapterWeights
+from allspan.kernels.cuda.adapters import of_tiles
+from allspan.kernels.cuda.adapters.adapted_linear import adapted_linear
+from allspan.kernels.cuda.adapters.of_tiles import tile_adapters
+from allspan.kernels.cuda.adapters.route import route_adapters
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.linear import packed_linear as linear
 from allspan.kernels.cuda.linear.call import (
@@ -24,9 +29,11 @@ from allspan.kernels.cuda.linear.dispatch import choose
 from allspan.kernels.cuda.linear.gemm import gemm_sm90 as module
 from allspan.kernels.cuda.linear.gemm.gemm_sm90 import Scales, gemm_sm90
 from allspan.kernels.errors import BackendUnavailable
+from allspan.kernels.fused_ops import AdapterMatrices, BaseProduct
 from allspan.kernels.packed_spec import PackedSpec
 from allspan.kernels.reference.packed_linear import unpack
 from support import kernel_oracle
+from support.adapter_cases import added, empty_routing, low_of, of_rows, weights_of
 from support.emulator.driver import EmulatorDriver
 from support.packed_cases import random_weight
 
@@ -154,9 +161,9 @@ def test_linear_ops_take_it_where_it_pays(kind: str, device: str, monkeypatch: p
     """It and not another kernel; and what another kernel would have computed."""
     taken = []
 
-    def noted(*arguments: object) -> None:
+    def noted(*arguments: object, **more: object) -> None:
         taken.append(arguments)
-        gemm_sm90(*arguments)  # type: ignore[arg-type]
+        gemm_sm90(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "gemm_sm90", noted)
     for op, spec, dtype in products(kind):
@@ -253,3 +260,68 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(70, 64, dtype=BF16)
     with pytest.raises(BackendUnavailable, match=r"compute capability 9\.0, not 8\.0"):
         gemm_sm90(x, x, None, None, torch.zeros(70, 70, dtype=BF16), STORE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "rank", "epilogue", "kind"),
+    [
+        (300, 136, 16, GATED_SILU, BF16),
+        (130, 200, 40, GATED_GELU_TANH, BF16),
+        (70, 136, 8, GATED_CLAMPED, BF16),
+        (129, 136, 17, GATED_SILU, F16),
+    ],
+)
+def test_adapters_are_further_steps_of_a_gated_product(
+    rows: int, outputs: int, rank: int, epilogue: int, kind: torch.dtype, device: str
+) -> None:
+    """Of several parts of the inputs; adapters of lower ranks, with other numbers behind them; rows without one have
+    the bits of the product alone."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 200, generator=generator).to(kind)
+    matrix = (torch.randn(2 * outputs, 200, generator=generator) / 200**0.5).to(kind)
+    weights = weights_of((outputs, outputs), rank, kind)
+    weights.panels.nan_to_num_(7.0)
+    adapters = of_rows(rows, rows)
+    adapters[:64] = adapters[:64].clamp(max=0)
+    low = low_of(rows, weights, adapters)
+    parts = torch.rand(3, rows, 2 * rank, generator=generator)
+    sums = low * parts / parts.sum(0)
+    both = added(sums.double().sum(0), weights, adapters, x.double() @ matrix.double().T)
+    expected = both.new_empty(rows, outputs)
+    kernel_oracle.gated_mul(both, next(each for each in GATED if GATED[each] == epilogue), expected)
+    moved = AdapterWeights(*(each.to(device) for each in weights))
+    routing = empty_routing(rows, device)
+    route_adapters(adapters.to(device), None, routing)
+    given = sums.to(device)
+    out, alone = (torch.full((rows, outputs), math.nan, dtype=kind, device=device) for _ in range(2))
+    gemm_sm90(x.to(device), matrix.to(device), None, None, alone, epilogue)
+    extra = tile_adapters(given, moved, routing)
+    gemm_sm90(x.to(device), matrix.to(device), None, None, out, epilogue, adapters=extra)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=5e-2 * float(expected.abs().mean()))
+    assert torch.equal(out[adapters < 0], alone[adapters < 0])
+
+
+def test_a_layer_of_many_rows_has_its_adapters_within_the_product(
+    device: str, emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More adapters than it takes have a pass behind it, with the same outcome."""
+    rows, outputs, rank, inputs = 300, 136, 16, 72
+    spec, a_spec = (PackedSpec("bf16", "bf16", parts, inputs, memory="rows") for parts in ((136, 136), (2 * rank,)))
+    generator = torch.Generator().manual_seed(2)
+    a = torch.randn(4, *a_spec.shape[:-1], a_spec.shape[-1] // 2, generator=generator).to(BF16).view(torch.uint8)
+    second = AdapterWeights(*(each.to(device) for each in weights_of((outputs, outputs), rank, BF16)))
+    second.panels.nan_to_num_(7.0)
+    given = AdapterMatrices((a.to(device)), a_spec, *second)
+    base = BaseProduct(random_weight(spec, 3).to(device), None, spec, "silu")
+    routing = empty_routing(rows, device)
+    route_adapters(of_rows(rows, 1).to(device), None, routing)
+    x = torch.randn(rows, inputs, generator=generator).to(BF16).to(device)
+    room = torch.zeros(rows, 2 * outputs, dtype=BF16, device=device)
+    within, behind = (torch.full((rows, outputs), math.nan, dtype=BF16, device=device) for _ in range(2))
+    emulator.launched.clear()
+    adapted_linear(x, given, routing, base, room, within)
+    launched = [(kernel.name, ("ADAPTED", 1) in kernel.defines) for kernel in emulator.launched]
+    assert launched == ([] if device == "cuda" else [("shrink", False), ("pack_sums", False), ("gemm_sm90", True)])
+    monkeypatch.setattr(of_tiles, "MOST_PLACES", 3)
+    adapted_linear(x, given, routing, base, room, behind)
+    torch.testing.assert_close(within.float(), behind.float(), rtol=0.02, atol=0.02 * float(behind.float().abs().max()))

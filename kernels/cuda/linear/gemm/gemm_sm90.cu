@@ -7,9 +7,16 @@
 // cores while the other is at its outputs. Of a gated product, a tile has 128 features of each half. Bound by the
 // tensor cores, or what power they may draw.
 //
-// Compiled with E4M3 (elements of x and weight; else of 16 bits) and EPILOGUE (decode.cuh; 0: stored).
+// Compiled with E4M3 (elements of x and weight; else of 16 bits) and EPILOGUE (decode.cuh; 0: stored). ADAPTED: with
+// what low-rank adapters add to a gated product of 16-bit elements, see of_tiles.cuh.
 #include "linear/decode.cuh"
 #include "ptx/ptx_sm90.cuh"
+#ifndef ADAPTED
+#define ADAPTED 0
+#endif
+#if ADAPTED
+#include "adapters/of_tiles.cuh"
+#endif
 
 #ifndef E4M3
 #define E4M3 0
@@ -76,7 +83,12 @@ struct Tiles {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
               const __grid_constant__ TensorMap out, const float* row_scales, const float2* qparams, const float* bias,
-              int rows, int features, int outputs, int steps, int band) {
+              int rows, int features, int outputs, int steps, int band
+#if ADAPTED
+              ,
+              const __grid_constant__ TensorMap panels, const OfTiles adapters
+#endif
+    ) {
   DYNAMIC_SHARED(memory);
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -97,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < kGroup) {
     give_registers<40>();
-    if (threadIdx.x == 0) {
+    if (ADAPTED ? threadIdx.x < 32 : threadIdx.x == 0) {
       Ring ring;
       for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
         int row_tile, feature_tile;
         tiles.find(tile, row_tile, feature_tile);
         const int row = row_tile * kRows, feature = feature_tile * kAcross;
-        for (int step = 0; step < steps; ++step) {
+        for (int step = 0; step < steps && (!ADAPTED || threadIdx.x == 0); ++step) {
           const uint32_t to = shared.stages + ring.slot * kStage, full = shared.full + ring.slot * 8;
           const int element = step * (E4M3 ? 128 : 64);
           barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
@@ -117,6 +129,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               fetch_tile(out, feature + i / 8 * kColumns, row + i % 8 * 16);
           ring.next();
         }
+#if ADAPTED
+        __syncwarp();
+        const uint64_t present = adapters.present(row, rows);
+        for (int step = 0; step < adapters.steps() && threadIdx.x == 0; ++step)
+          for (uint64_t left = present; left; left &= left - 1) {
+            const int first = (__ffsll(left) - 1) * adapters.panels_of_place + feature_tile * 2;
+            const int none = adapters.places * adapters.panels_of_place;  // behind the last one: zeros
+            const uint32_t to = shared.stages + ring.slot * kStage, full = shared.full + ring.slot * 8;
+            barrier_wait(shared.empty + ring.slot * 8, ring.parity ^ 1);
+            barrier_arrive_for(full, 2 * OfTiles::kHalf);
+            for (int i = 0; i < 8; ++i) {
+              const int half = i / 4, its = first + i % 2 + half * (adapters.panels_of_place / 2);
+              const bool is_its = i / 2 % 2 == half;
+              copy_tile(to + i * OfTiles::kPanel, panels, 0, step * 16, is_its ? its : none, full);
+            }
+            ring.next();
+          }
+#endif
       }
     } else if (threadIdx.x / 32 == 1 && has_columns) {
       uint32_t parity = 1;
@@ -162,26 +192,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
 
       int last = 0;
-      for (int step = 0; step < steps; ++step) {
+#if ADAPTED
+      const uint64_t present = adapters.present(row_tile * kRows, rows);
+      LowFragments low;
+      low.find_places(adapters, row0, rows);
+      low.load(adapters, 0, row0, rows);
+      uint64_t left = present;
+      int ranks = 0;  // of 16
+      // In the same loop: the compiler has products wait for each other where sums go from one to the next.
+      const int all_steps = steps + __popcll(present) * adapters.steps();
+#else
+      const int all_steps = steps;
+#endif
+      for (int step = 0; step < all_steps; ++step) {
         barrier_wait(shared.full + ring.slot * 8, ring.parity);
         const uint32_t ahead = ring.slot * (kStage >> 4);
-        begin_products();
+#if ADAPTED
+        if (step >= steps) {
+          if (!left) left = present, low.load(adapters, ++ranks, row0, rows);
+          const uint64_t at = (shared.stages + ring.slot * kStage) & 0x3ffff;
+          low.multiply_panels(d, __ffsll(left) - 1, OfTiles::kAcross | at >> 4);
+          left &= left - 1;
+        } else
+#endif
+        {
+          begin_products();
 #pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          if (E4M3)
-            multiply_tiles_e4m3(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
-          else
-            multiply_tiles(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+          for (int part = 0; part < 4; ++part) {
+            if (E4M3)
+              multiply_tiles_e4m3(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+            else
+              multiply_tiles(d, a + ahead + part * 2, b + ahead + part * 2, step + part > 0);
+          }
+          end_products();
         }
-        end_products();
         wait_products<1>();
         if (step > 0) release(last);
         last = ring.slot;
         ring.next();
       }
       wait_products<0>();
-      settle(d);
       release(last);
+      settle(d);
 
       if (has_columns) {
         barrier_wait(shared.columns_full, parity);

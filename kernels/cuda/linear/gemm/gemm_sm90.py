@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,18 @@ class Scales:
     """float32 [features, 2]: see kernels/row_layout.py; the first of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class TileAdapters:
+    """What low-rank adapters add to a gated product of 16-bit elements: see of_tiles.cuh."""
+
+    argument: bytes
+    """The kernel's parameter."""
+    pairs: Tensor
+    """What that points to."""
+    panels: Tensor
+    """[places · panels, R, 64], of x's type."""
+
+
 def gemm_sm90(
     x: Tensor,
     matrix: Tensor,
@@ -51,6 +64,7 @@ def gemm_sm90(
     out: Tensor,
     epilogue: int,
     band: int = _BAND,
+    adapters: TileAdapters | None = None,
 ) -> None:
     """out = x · matrixᵀ (· scales + bias), or what `epilogue` (STORE, ADD or one of GATED) makes of it.
 
@@ -71,17 +85,20 @@ def gemm_sm90(
         return
     blocks = min(_tiles(rows, features), device.multiprocessors)
     steps = -(-depth * x.element_size() // 128)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         tensor_map(x, 128), tensor_map(matrix, 128), tensor_map(out, 16), scales and scales.rows,
         scales and scales.qparams, bias, *map(np.int32, (rows, features, outputs, steps, band // _ROWS)),
     )  # fmt: skip
-    launch(_kernel(x.dtype, epilogue, out.dtype), (blocks,), _THREADS, arguments, _SHARED, is_early=True)
+    if adapters is not None:
+        arguments = *arguments, tensor_map(adapters.panels, 16), adapters.argument
+    what = _kernel(x.dtype, epilogue, out.dtype, adapters is not None)
+    launch(what, (blocks,), _THREADS, arguments, _SHARED, is_early=True)
 
 
-def run_halves(call: LinearCall) -> None:
+def run_halves(call: LinearCall, adapters: TileAdapters | None = None) -> None:
     """Multiplies in x's type; quantised weights are dequantised before."""
     view = call.output.view(call.spec)
-    gemm_sm90(call.x, matrix_of(call), None, call.bias, view, call.output.epilogue)
+    gemm_sm90(call.x, matrix_of(call), None, call.bias, view, call.output.epilogue, adapters=adapters)
 
 
 def run_e4m3(call: LinearCall) -> None:
@@ -131,13 +148,12 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
         for dtype in HALVES:
             for inputs, epilogue in itertools.product((dtype, torch.float8_e4m3fn), (STORE, ADD, *GATED.values())):
                 yield _kernel(inputs, epilogue, torch.float32 if epilogue == ADD else dtype)
+            yield from (_kernel(dtype, epilogue, dtype, is_adapted=True) for epilogue in GATED.values())
 
 
-def _kernel(inputs: torch.dtype, epilogue: int, out: torch.dtype) -> Kernel:
-    is_e4m3 = int(inputs is torch.float8_e4m3fn)
-    return kernel(
-        "linear/gemm/gemm_sm90.cu", "gemm_sm90", E4M3=is_e4m3, EPILOGUE=epilogue, **element_macro(inputs, out)
-    )
+def _kernel(inputs: torch.dtype, epilogue: int, out: torch.dtype, is_adapted: bool = False) -> Kernel:
+    macros = {"E4M3": int(inputs is torch.float8_e4m3fn), "EPILOGUE": epilogue, **element_macro(inputs, out)}
+    return kernel("linear/gemm/gemm_sm90.cu", "gemm_sm90", **macros, **({"ADAPTED": 1} if is_adapted else {}))
 
 
 def _tiles(rows: int, features: int) -> int:
