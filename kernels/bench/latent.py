@@ -16,7 +16,7 @@ from allspan.kernels.bench.attention import WORKSPACE_BYTES
 from allspan.kernels.bench.case import Built, Case, Launch, sets_for
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable
-from allspan.kernels.cuda.latent.attend import (
+from allspan.kernels.cuda.latent.attend.attend import (
     Cutting,
     Mode,
     Queries,

@@ -16,7 +16,7 @@ from torch import Tensor
 from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, cut_rows
 from allspan.kernels.cuda.cache.pages import PageTable
-from allspan.kernels.cuda.latent.attend import Mode, Queries, attend_workspace, latent_attend
+from allspan.kernels.cuda.latent.attend.attend import Mode, Queries, attend_workspace, latent_attend
 from allspan.kernels.library.arrays import Array, anywhere, ints, latent_pages, latent_scales, outputs, tensor
 from allspan.kernels.library.run import Result
 from allspan.kernels.ops import OpSet

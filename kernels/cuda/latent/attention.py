@@ -10,7 +10,7 @@ from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.latent import expand, products
 from allspan.kernels.cuda.latent.append import latent_append
-from allspan.kernels.cuda.latent.attend import Mode, Queries, cutting, latent_attend
+from allspan.kernels.cuda.latent.attend.attend import Mode, Queries, cutting, latent_attend
 from allspan.kernels.latent_tensors import LatentPages, LatentRooms, LatentWeights, NewLatents
 from allspan.kernels.ops import Rotation
 

@@ -4,7 +4,7 @@
 // Compiled with INPUTS; MERGES (1: rows whose tokens were cut lie in the parts that attend.cu left, which every block
 // merges for itself); and APPENDS (1: blocks beside those of the product turn the queries and append latents, of which
 // the product needs nothing: so no kernel waits for that), with what append.cuh says.
-#include "latent/cut.cuh"
+#include "latent/attend/cut.cuh"
 
 #ifndef APPENDS
 #define APPENDS 0

@@ -13,7 +13,7 @@ from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch
 from allspan.kernels.cuda.latent.append import PAGES, append_arguments
-from allspan.kernels.cuda.latent.attend import Cutting, tile_rows_of
+from allspan.kernels.cuda.latent.attend.attend import Cutting, tile_rows_of
 from allspan.kernels.cuda.rows.arguments import TYPES
 from allspan.kernels.latent_tensors import LatentWeights, NewLatents
 from allspan.kernels.ops import Rotation

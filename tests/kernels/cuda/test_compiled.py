@@ -165,7 +165,7 @@ def test_kernels_are_declared_once_and_by_value() -> None:
 def test_half_precision_has_every_kernel_below_sm_80_too() -> None:
     files, below = ({one.file for one in all_variants(capability)} for capability in ((8, 0), (7, 5)))
     # Two stages of 32 latents take more shared memory than those GPUs have.
-    assert files - below == {"latent/attend.cu", "latent/expand.cu", "latent/merge.cu"}
+    assert files - below == {"latent/attend/attend.cu", "latent/expand.cu", "latent/attend/merge.cu"}
     assert below < files
 
 

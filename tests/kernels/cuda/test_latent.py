@@ -15,9 +15,10 @@ from allspan.kernels.cuda.attention.attention import StepAttention
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.latent import expand_rule, merge
+from allspan.kernels.cuda.latent import expand_rule
 from allspan.kernels.cuda.latent.append import latent_append
-from allspan.kernels.cuda.latent.attend import Queries, attend_workspace, latent_attend
+from allspan.kernels.cuda.latent.attend import merge
+from allspan.kernels.cuda.latent.attend.attend import Queries, attend_workspace, latent_attend
 from allspan.kernels.cuda.latent.attention import append_and_attend, latent_attention
 from allspan.kernels.cuda.latent.expand import Expanded, expand_room
 from allspan.kernels.cuda.latent.expand_rule import ExpandRule

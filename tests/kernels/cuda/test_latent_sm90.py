@@ -11,8 +11,8 @@ import torch
 from allspan.kernels.cuda.attention.prefill import plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable
 from allspan.kernels.cuda.jit import modules
-from allspan.kernels.cuda.latent import merge
-from allspan.kernels.cuda.latent.attend import Cutting, Mode, Queries, attend_workspace, cutting, latent_attend
+from allspan.kernels.cuda.latent.attend import merge
+from allspan.kernels.cuda.latent.attend.attend import Cutting, Mode, Queries, attend_workspace, cutting, latent_attend
 from support.emulator.driver import EmulatorDriver
 from support.kernel_cases import BF16, I8, ints, randn
 from support.latent_cases import Requests, attended_latents, paged_latents

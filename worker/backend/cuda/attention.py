@@ -16,7 +16,7 @@ from allspan.kernels.cuda.attention.prefill import PrefillPlan, Tiling
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit.modules import gpu
 from allspan.kernels.cuda.latent import expand
-from allspan.kernels.cuda.latent.attend import attend_workspace
+from allspan.kernels.cuda.latent.attend.attend import attend_workspace
 from allspan.kernels.cuda.latent.expand import Expanded, ExpandRoom, expand_room
 from allspan.kernels.cuda.latent.expand_rule import MOST_BEFORE, ExpandRule
 from allspan.worker.cache.spec import CacheSpec

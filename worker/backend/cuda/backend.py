@@ -12,7 +12,7 @@ from allspan.kernels.cuda.attention.decode import MOST_GROUP
 from allspan.kernels.cuda.cache import move_pages
 from allspan.kernels.cuda.jit import modules
 from allspan.kernels.cuda.jit.variants import variants_of
-from allspan.kernels.cuda.latent import attend
+from allspan.kernels.cuda.latent.attend import attend
 from allspan.kernels.errors import BackendUnavailable
 from allspan.kernels.ops import OpSet
 from allspan.kernels.table import op_set

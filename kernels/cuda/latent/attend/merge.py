@@ -37,4 +37,4 @@ def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 
 def _kernel(latent: int, kind: dict[str, int]) -> Kernel:
-    return kernel("latent/merge.cu", "merge_rows", LATENT=latent, **kind)
+    return kernel("latent/attend/merge.cu", "merge_rows", LATENT=latent, **kind)

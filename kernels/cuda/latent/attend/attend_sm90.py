@@ -66,4 +66,4 @@ def kernel_variants(capability: tuple[int, int]) -> Iterable[Kernel]:
 
 
 def _kernel(kind: dict[str, int]) -> Kernel:
-    return kernel("latent/attend_sm90.cu", "attend_sm90", **kind)
+    return kernel("latent/attend/attend_sm90.cu", "attend_sm90", **kind)

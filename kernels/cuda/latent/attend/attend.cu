@@ -8,7 +8,7 @@
 // tiles are one line, of which each thread block takes an equal stretch. Tokens are copied into shared memory ahead.
 // Warps share out the elements of the products with keys, whose partial sums meet in shared memory, and the columns of
 // those with values. Who has a tile whole writes it; else the last to come merges the parts in order.
-#include "latent/cut.cuh"
+#include "latent/attend/cut.cuh"
 
 #ifndef LATENT
 #define LATENT 512

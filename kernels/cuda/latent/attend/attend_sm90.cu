@@ -10,7 +10,7 @@
 // Work is cut over the whole batch as in attend.cu, but `beside` blocks, of tiles that read the same tokens, have a
 // stretch together: what one reads lies in the GPU's cache for the others. As a cluster, each of whose blocks copies a
 // part for all, they are slower by a fifth.
-#include "latent/cut.cuh"
+#include "latent/attend/cut.cuh"
 #include "ptx/ptx_sm90.cuh"
 
 constexpr int L = 512, kChunks = (L + 64) / 64, kUnit = 64, kRows = 64;

@@ -14,8 +14,8 @@ from allspan.kernels.cuda.attention.decode import DecodeWorkspace
 from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import LOG2E, PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, shared_limit
-from allspan.kernels.cuda.latent import attend_sm90, merge
 from allspan.kernels.cuda.latent.append import check_pages
+from allspan.kernels.cuda.latent.attend import attend_sm90, merge
 
 MOST_LATENT, MOST_TURNED, STEP = 512, 64, 16
 """Elements of a latent and of what turns, at most, both in steps of so many."""
@@ -192,7 +192,7 @@ def _shape(sizes: tuple[int, int], rows: int, form: int, limit: int) -> _Shape:
 
 def _kernel(sizes: tuple[int, int], shape: _Shape, kind: dict[str, int]) -> Kernel:
     return kernel(
-        "latent/attend.cu", "attend",
+        "latent/attend/attend.cu", "attend",
         LATENT=sizes[0], TURNED=sizes[1], ROWS=shape.rows, STAGES=shape.stages, FORMAT=shape.form, **kind,
     )  # fmt: skip
 

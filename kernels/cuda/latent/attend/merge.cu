@@ -1,6 +1,6 @@
 // Merges the parts of rows whose tokens attend.cu or attend_sm90.cu has cut. Of few tiles that are cut into many parts,
 // a block for each row and head reads them faster than the one block that is the last to write a part of its tile.
-#include "latent/cut.cuh"
+#include "latent/attend/cut.cuh"
 
 #ifndef LATENT
 #define LATENT 512

@@ -1,0 +1,1 @@
+"""Attention whose keys and values stay latents."""
