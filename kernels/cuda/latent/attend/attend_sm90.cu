@@ -10,51 +10,24 @@
 // Work is cut over the whole batch as in attend.cu, but `beside` blocks, of tiles that read the same tokens, have a
 // stretch together: what one reads lies in the GPU's cache for the others. As a cluster, each of whose blocks copies a
 // part for all, they are slower by a fifth.
-#include "latent/attend/cut.cuh"
-#include "ptx/ptx_sm90.cuh"
+#include "latent/attend/cut_sm90.cuh"
 
-constexpr int L = 512, kChunks = (L + 64) / 64, kUnit = 64, kRows = 64;
-constexpr int kGroup = 128, kBlock = 3 * kGroup, kSides = 2 * kGroup, kColumns = L / 2;  // of a side
-// A chunk: 64 elements of 64 tokens or queries, rows of 128 bytes, whose 16-byte parts are swizzled by the row.
-constexpr int kChunk = 64 * 128, kTile = kChunks * kChunk, kSlots = 2;
+constexpr int kRows = 64, kBlock = 3 * kGroup, kSides = 2 * kGroup, kColumns = L / 2;  // of a side
+constexpr int kTile = kChunks * kChunk, kSlots = 2;                                    // a chunk has 64 queries, too
 // Parts of a slot, which come and go by themselves: what turns, which is of use for scores alone, and each side's
 // values.
 constexpr int kParts = 3, kHalf = L / 2 / 64;
 __device__ __forceinline__ constexpr int part_of(int chunk) { return chunk == kChunks - 1 ? 0 : 1 + chunk / kHalf; }
 
-// What the tensor cores read, but for its address: eight rows take 1,024 bytes.
-constexpr uint64_t kSwizzled = static_cast<uint64_t>(1) << 62 | static_cast<uint64_t>(1024 >> 4) << 32;
-constexpr uint64_t kAlong = kSwizzled | 1 << 16;             // rows along k
-constexpr uint64_t kAcross = kSwizzled | kChunk >> 4 << 16;  // k along rows, columns in chunks
-__device__ __forceinline__ uint64_t matrix(uint64_t kind, uint32_t at) { return kind | (at & 0x3ffff) >> 4; }
-// … some bytes further on, where the compiler is not to keep all that it finds.
-struct Matrix {
-  uint32_t low;
-  __device__ __forceinline__ Matrix(uint64_t kind, uint32_t at) : low(static_cast<uint32_t>(matrix(kind, at))) {
-    keep(low);
-  }
-  __device__ __forceinline__ uint64_t operator+(int bytes) const {
-    return kSwizzled >> 32 << 32 | (low + (bytes >> 4));
-  }
-};
-
 // Hardware barriers: the weights of a side are there, threads of a side, of both.
 enum { kWeights = 1, kOwn = 3, kBoth = 5 };
-
-// A block's piece of a tile.
-struct Item {
-  long long first_out;
-  int row0, rows, before, end, all_see;  // as of a Tile; all_see: up to where all rows see
-  int token0, units;                     // 0 units: there is no more
-  int tile, begin_block, pieces;         // begin_block: who has the tile's first piece
-};
 
 struct Shared {
   char *queries, *slots, *weights;
   float *tops, *totals;                               // [2][kRows]; [2][2][kRows]
   uint32_t full, empty, queries_full, queries_empty;  // barriers: of parts that are there, that are free
   Item* item;
-  int *is_last, *warp_sums, *first;  // first: item of the line, and the units before it
+  int *is_last, *sums;
 
   __device__ explicit Shared(char* all) {
     char* const begin = all + (1024 - smem(all) % 1024) % 1024;
@@ -64,8 +37,7 @@ struct Shared {
     char* const end = reinterpret_cast<char*>(item + 1);
     full = smem(end), empty = full + kSlots * kParts * 8, queries_full = empty + kSlots * kParts * 8;
     queries_empty = queries_full + 8;
-    is_last = reinterpret_cast<int*>(end + (kSlots * 2 * kParts + 2) * 8), warp_sums = is_last + 1;
-    first = warp_sums + kBlock / 32;
+    is_last = reinterpret_cast<int*>(end + (kSlots * 2 * kParts + 2) * 8), sums = is_last + 1;
   }
 };
 
@@ -83,10 +55,6 @@ struct Slot {
     full = shared.full + i * kParts * 8, empty = shared.empty + i * kParts * 8, parity = unit / kSlots % 2;
   }
 };
-
-__device__ __forceinline__ int units_of(const Tile& tile) {
-  return tile.row0 < tile.rows ? max(1, (tile.end + kUnit - 1) / kUnit) : 0;
-}
 
 // pages: the cache, [pages, page size, L + 64], of which tiles have 64 tokens or a page. Others: see attend.cu; `tiles`
 // and `of_each` count those of beside * 64 rows, and the grid is a multiple of `beside`.
@@ -110,47 +78,16 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
   let_next_begin();
   wait_for_ahead();
 
-  // A thread has as many of the line's items as any.
-  const int each = (tiles + kBlock - 1) / kBlock, own_begin = threadIdx.x * each;
-  const int own_end = min(tiles, own_begin + each);
-  // Behind a tile without rows, a request has no more that have some.
-  const auto after = [&](int i, int its_units) { return its_units ? i + 1 : (i / of_each + 1) * of_each; };
-  int own = 0;
-  for (int i = own_begin; i < own_end;) {
-    const int its_units = units_of(list.tile(i, kRows * beside));
-    own += its_units, i = after(i, its_units);
-  }
-  int before = own, units = 0;
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) {
-    const int other = __shfl_up_sync(~0u, before, o);
-    if (lane >= o) before += other;
-  }
-  if (lane == 31) shared.warp_sums[threadIdx.x / 32] = before;
-  __syncthreads();
-  before -= own;
-  for (int w = 0; w < kBlock / 32; ++w) {
-    if (w < static_cast<int>(threadIdx.x) / 32) before += shared.warp_sums[w];
-    units += shared.warp_sums[w];
-  }
-  const int stretch = blockIdx.x / beside, sub = blockIdx.x % beside;
-  const Cut cut(units, gridDim.x / beside, tiles, !merges);
-  if (stretch >= cut.blocks) return;
-  const int first_unit = cut.begin(stretch), end_unit = cut.begin(stretch + 1);
-  if (before <= first_unit && first_unit < before + own) {
-    int i = own_begin;
-    for (int more; before + (more = units_of(list.tile(i, kRows * beside))) <= first_unit; i = after(i, more))
-      before += more;
-    shared.first[0] = i, shared.first[1] = before;
-  }
-  __syncthreads();
+  auto line = Line<kRows>::of_block<kBlock>(list, indptr, beside, !merges, shared.sums);
+  if (line.is_empty()) return;
 
   if (threadIdx.x < kGroup) {
     give_registers<56>();
     const int warp = threadIdx.x / 32, boxes = kUnit >> min(page_shift, 6), box_rows = kUnit / boxes;
     int asked = 0;
     uint32_t parity = 1;
-    const auto give = [&](const Item& item) {
+    Item item;
+    const auto give = [&] {
       barrier_wait(shared.queries_empty, parity);
       parity ^= 1;
       if (threadIdx.x == 0) {
@@ -158,28 +95,14 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
         barrier_arrive(shared.queries_full);
       }
     };
-    int i = shared.first[0], begin = shared.first[1];
-    for (int unit = first_unit; unit < end_unit;) {
-      Tile tile = list.tile(i, kRows * beside);
-      const int all = units_of(tile), from = unit - begin, count = min(begin + all, end_unit) - unit;
-      const int me = i;
-      begin += all, i = after(i, all);
-      if (all == 0) continue;
-      unit += count;
-      tile.row0 += sub * kRows;
-      if (tile.row0 >= tile.rows) continue;
-      const int last_row = min(tile.row0 + kRows, tile.rows) - 1, group_end = tile.end;
-      const int all_see = min(tile.end, tile.before + tile.row0 / heads + 1);
-      tile.end = min(tile.end, tile.before + last_row / heads + 1);
-      const int begin_stretch = cut.owner(begin - all), pieces = cut.owner(begin - 1) - begin_stretch + 1;
-      give({tile.first_out, tile.row0, tile.rows, tile.before, tile.end, all_see, from * kUnit, count,
-            me * beside + sub, begin_stretch * beside + sub, pieces});
+    while (line.next(item)) {
+      give();
       // A warp copies 16 queries, a row at once: 64 lanes' worth of the latent, and 8 of what turns.
 #pragma unroll 1
       for (int r = 0; r < 16; ++r) {
-        const int row = warp * 16 + r, of_request = tile.row0 + row;
-        const bool is_there = of_request < tile.rows;
-        const long long place = tile.first_out + of_request / heads;
+        const int row = warp * 16 + r, of_request = item.row0 + row;
+        const bool is_there = of_request < item.rows;
+        const long long place = item.first_out + of_request / heads;
         const int head = of_request % heads;
         const bf16* const latent = q + (is_there ? place * q_stride + head * L : 0);
         const bf16* const turned = q_turned + (is_there ? place * turned_stride + head * turned_head : 0);
@@ -191,10 +114,10 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
       }
       barrier_arrive_with_copies(shared.queries_full);
       if (warp > 0) continue;
-      const int* const own_pages = indices + indptr[tile.request];
-      for (int u = 0; u < count; ++u, ++asked) {
-        const int token = (from + u) * kUnit + lane * box_rows, slot = asked % kSlots;
-        const bool is_seen = lane < boxes && token < group_end;
+      const int* const own_pages = indices + item.first_page;
+      for (int u = 0; u < item.units; ++u, ++asked) {
+        const int token = item.token0 + u * kUnit + lane * box_rows, slot = asked % kSlots;
+        const bool is_seen = lane < boxes && token < item.group_end;
         const int page = is_seen ? __ldg(own_pages + (token >> page_shift)) : 0;
         // Behind the last row of a page there are zeros.
         const int row = is_seen ? token & ((1 << page_shift) - 1) : 1 << page_shift;
@@ -214,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
         }
       }
     }
-    give({});
+    give();
     barrier_arrive_with_copies(shared.queries_full);
   } else {
     take_registers<224>();
@@ -321,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
       // The same for all lanes, which the compiler is to know.
       item.end = __shfl_sync(~0u, item.end, 0), item.all_see = __shfl_sync(~0u, item.all_see, 0);
       const int count = __shfl_sync(~0u, item.units, 0), token0 = __shfl_sync(~0u, item.token0, 0);
-      if (count == 0) break;
+      if (count < 0) break;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = thread / 32 * 16 + lane % 16, c = i * 2 + lane / 16;

@@ -19,19 +19,24 @@ struct Tiles {
   const int *cut, *qo_indptr, *places, *kv_lens;
   int count, of_each, heads, is_before;
 
+  // Of a row of a request; without a division where it has one.
+  __device__ __forceinline__ int query(int row) const { return row < heads ? 0 : row / heads; }
+  __device__ __forceinline__ int request(int i) const {
+    const int of = of_each == 1 ? i : i / of_each;
+    return cut ? max(cut[2 * of], 0) : of;
+  }
   __device__ __forceinline__ Tile tile(int i, int tile_rows) const {
+    const int of = of_each == 1 ? i : i / of_each, row0 = (i - of * of_each) * tile_rows;
     Tile x;
-    int queries;
-    if (cut) {
-      const int of = i / of_each;
-      x.request = max(cut[2 * of], 0), x.row0 = max(cut[2 * of + 1], 0) * heads + i % of_each * tile_rows;
-      x.first_out = qo_indptr[x.request];
-      queries = cut[2 * of] < 0 ? 0 : qo_indptr[x.request + 1] - static_cast<int>(x.first_out);
-    } else {
-      x.request = i / of_each, x.row0 = i % of_each * tile_rows;
-      const int place = places ? places[x.request] : x.request;
-      x.first_out = max(place, 0), queries = place >= 0;
+    if (!cut) {  // without a division
+      const int place = places ? places[of] : of, length = kv_lens[of];
+      x.request = of, x.row0 = row0, x.rows = place >= 0 ? heads : 0, x.before = length - (place >= 0);
+      x.end = row0 < x.rows ? max(0, is_before ? x.before : length) : 0, x.first_out = max(place, 0);
+      return x;
     }
+    x.request = max(cut[2 * of], 0), x.row0 = max(cut[2 * of + 1], 0) * heads + row0;
+    x.first_out = qo_indptr[x.request];
+    const int queries = cut[2 * of] < 0 ? 0 : qo_indptr[x.request + 1] - static_cast<int>(x.first_out);
     const int length = kv_lens[x.request];
     x.rows = queries * heads, x.before = length - queries;
     const int last = min(x.row0 + tile_rows, x.rows) - 1;
