@@ -67,6 +67,10 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const TensorMap& map, int
       "l"(&map), "r"(element), "r"(row), "r"(place), "r"(barrier)
       : "memory");
 }
+// Asks for the map itself, which the first copy would wait for.
+__device__ __forceinline__ void fetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 // Asks for a tile to be in the L2 cache.
 __device__ __forceinline__ void fetch_tile(const TensorMap& map, int element, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(element), "r"(row)
@@ -265,6 +269,32 @@ __device__ __forceinline__ void multiply_rows(float (&d)[8], const uint32_t* a, 
   ALLSPAN_ROWS(8, 16, "{%0,%1,%2,%3,%4,%5,%6,%7}", 8, 9, 10, 11, 12, ALLSPAN_8(d, 0));
 }
 #undef ALLSPAN_ROWS
+// d[64][2 N] (+)= a[64][16] · b[16][2 N], both in shared memory, columns of b along k; rows of a along k, or, for
+// multiply_columns, k along rows, as b of multiply_values.
+#define ALLSPAN_FEW(across, sums, columns, registers, first, second, adding, ...)                          \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #adding                                          \
+               ", 0;\n"                                                                                    \
+               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ALLSPAN_ELEMENT "." ALLSPAN_ELEMENT \
+               " " registers ", %" #first ", %" #second ", adds, 1, 1, " across ", 0;\n}"                  \
+               : __VA_ARGS__                                                                               \
+               : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+#define ALLSPAN_FEWS(name, across)                                                                                     \
+  __device__ __forceinline__ void name(float (&d)[8], uint64_t a, uint64_t b, bool adds) {                             \
+    ALLSPAN_FEW(across, 8, 16, "{%0,%1,%2,%3,%4,%5,%6,%7}", 8, 9, 10, ALLSPAN_8(d, 0));                                \
+  }                                                                                                                    \
+  __device__ __forceinline__ void name(float (&d)[16], uint64_t a, uint64_t b, bool adds) {                            \
+    ALLSPAN_FEW(across, 16, 32, "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}", 16, 17, 18,                 \
+                ALLSPAN_8(d, 0), ALLSPAN_8(d, 8));                                                                     \
+  }                                                                                                                    \
+  __device__ __forceinline__ void name(float (&d)[24], uint64_t a, uint64_t b, bool adds) {                            \
+    ALLSPAN_FEW(across, 24, 48,                                                                                        \
+                "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}", 24, 25, 26, \
+                ALLSPAN_8(d, 0), ALLSPAN_8(d, 8), ALLSPAN_8(d, 16));                                                   \
+  }
+ALLSPAN_FEWS(multiply_keys, "0")
+ALLSPAN_FEWS(multiply_columns, "1")
+#undef ALLSPAN_FEWS
+#undef ALLSPAN_FEW
 #undef ALLSPAN_8
 #undef ALLSPAN_32
 #undef ALLSPAN_SUMS32

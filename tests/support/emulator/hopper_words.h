@@ -95,6 +95,7 @@ inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, i
 inline void copy_tile(uint32_t to, const TensorMap& map, int element, int row, uint32_t barrier) {
   copy_tile(to, map, element, row, 0, barrier);
 }
+inline void fetch_map(const TensorMap&) {}
 inline void fetch_tile(const TensorMap&, int, int) {}
 template <class Put>
 void send_tile(const TensorMap& map, int element, int row, uint32_t from, Put&& put) {
@@ -211,7 +212,7 @@ float dot(uint32_t x, uint32_t y) {
 // One m64n(2 kSums)k16 product, or k32 of e4m3; a is `registers`, or, without any, a_matrix.
 template <bool kIsE4m3 = false, int kSums>
 void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_matrix, uint64_t b_matrix,
-                   bool is_b_across, bool adds) {
+                   bool is_b_across, bool adds, bool is_a_across = false) {
   constexpr int kColumns = 2 * kSums;
   emulator::Thread& me = *emulator::me;
   if (me.is_unfenced) emulator::fail("a product reads what came by copies, without a fence between them");
@@ -225,7 +226,7 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
     emulator::fail("lanes of a warp multiply different matrices");
 
   std::vector<uint16_t> a;
-  if (!registers) a = matrix_elements(a_matrix, row0, 16, false);
+  if (!registers) a = matrix_elements(a_matrix, row0, 16, is_a_across);
   std::vector<float> added(kSums);
   for (int h = 0; h < 2; ++h) {
     const int row = lane / 4 + h * 8;
@@ -241,7 +242,7 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
   const auto is_unchanged = [=, before = lane == 0 ? b : std::vector<uint16_t>()] {
     if (registers && !std::equal(held.begin(), held.end(), registers)) return false;
     if (lane != 0) return true;  // one lane looks for all
-    return (registers || a == matrix_elements(a_matrix, row0, 16, false)) &&
+    return (registers || a == matrix_elements(a_matrix, row0, 16, is_a_across)) &&
            before == matrix_elements(b_matrix, 0, kColumns, is_b_across);
   };
   auto [place, is_first] = me.sums.try_emplace(sums, sums, sums + kSums);
@@ -252,11 +253,13 @@ void start_product(float (&sums)[kSums], const uint32_t* registers, uint64_t a_m
                           for (int i = 0; i < kSums; ++i) real[i] = (adds ? real[i] : 0) + added[i];
                         }});
 }
-inline void multiply_keys(float (&d)[64], uint64_t a, uint64_t b, bool adds) {
+template <int kSums>
+void multiply_keys(float (&d)[kSums], uint64_t a, uint64_t b, bool adds) {
   start_product(d, nullptr, a, b, false, adds);
 }
-inline void multiply_keys(float (&d)[32], uint64_t a, uint64_t b, bool adds) {
-  start_product(d, nullptr, a, b, false, adds);
+template <int kSums>
+void multiply_columns(float (&d)[kSums], uint64_t a, uint64_t b, bool adds) {
+  start_product(d, nullptr, a, b, false, adds, true);
 }
 template <int kSums>
 void multiply_values(float (&d)[kSums], const uint32_t* a, uint64_t b) {
