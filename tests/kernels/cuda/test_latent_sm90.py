@@ -1,4 +1,4 @@
-"""Hopper's attention over latents, for queries whose heads fill its tiles, in float64 on what the pages hold."""
+"""Hopper's attention over latents, in float64 on what the pages hold."""
 
 from __future__ import annotations
 
@@ -95,7 +95,14 @@ def test_decodes_and_drafts(heads: int, page: int, requests: Requests, device: s
 
 @pytest.mark.parametrize(
     ("heads", "requests"),
-    [(64, [(1, 33), (1, 0), (1, 64), (1, 700)]), (128, [(1, 1300)]), (96, [(1, 300)]), (256, [(1, 514)])],
+    [
+        (16, [(1, 33), (1, 0), (1, 700)]),
+        (40, [(1, 514)]),
+        (64, [(1, 33), (1, 0), (1, 64), (1, 700)]),
+        (128, [(1, 1300)]),
+        (96, [(1, 300)]),
+        (256, [(1, 514)]),
+    ],
 )
 def test_few_tiles_are_merged_by_blocks_of_their_own(
     heads: int, requests: Requests, device: str, monkeypatch: pytest.MonkeyPatch
@@ -106,8 +113,25 @@ def test_few_tiles_are_merged_by_blocks_of_their_own(
     merge_rows.assert_called_once()
 
 
-def test_halves(device: str) -> None:
-    check(128, 64, [(1, 200)], device, F16)
+@pytest.mark.parametrize(
+    ("heads", "page", "requests"),
+    [
+        (16, 64, [(1, 33), (1, 0), (1, 64), (1, 200), (1, 129)]),
+        (16, 16, [(1, 65), (1, 514), (1, 1)]),
+        (12, 128, [(1, 700)]),
+        (32, 32, [(1, 0), (1, 300), (1, 0)]),
+        (40, 16, [(1, 140), (1, 7)]),
+        (16, 64, [(2, 70), (2, 2), (1, 300)]),
+        (16, 32, [(3, 150), (4, 30), (2, 129)]),
+    ],
+)
+def test_decodes_and_drafts_of_few_heads(heads: int, page: int, requests: Requests, device: str) -> None:
+    check(heads, page, requests, device)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_halves(heads: int, device: str) -> None:
+    check(heads, 64, [(1, 200)], device, F16)
 
 
 @pytest.mark.parametrize("requests", [[(3, 100), (2, 2)], [(40, 70)]])
@@ -121,14 +145,14 @@ def test_requests_that_are_left_out(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_contexts(heads: int, page: int) -> None:
     for new, dtype in ((1, BF16), (3, BF16), (4, F16)):
         check(heads, page, [(1 if new == 1 else min(new, length), length) for length in LONG], "cuda", dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [64, 128, 256])
+@pytest.mark.parametrize("heads", [16, 20, 48, 64, 128, 256])
 def test_many_requests(heads: int) -> None:
     check(heads, 64, [(1, 1 + 379 * i % 2500) for i in range(160)], "cuda")
     check(heads, 16, [(i % 5, 5 + 379 * i % 1500) for i in range(90)], "cuda")
@@ -141,12 +165,16 @@ def test_chunks_of_long_prompts() -> None:
 
 
 @pytest.mark.gpu
-def test_repeated_launches_give_the_same_bits() -> None:
+@pytest.mark.parametrize(("heads", "requests"), [(16, 3), (16, 64), (48, 20), (128, 64)])
+def test_repeated_launches_give_the_same_bits(heads: int, requests: int) -> None:
     """Blocks that are ahead of others must not change what those read."""
-    lengths = [1 + 379 * i % 2500 for i in range(64)]
+    lengths = [1 + 379 * (i + 5) % 2500 for i in range(requests)]
     cache, _, indptr, indices = paged_latents(LATENT + TURNED, 64, BF16, lengths)
     table = PageTable(*(x.cuda() for x in (indptr, indices, ints(lengths))))
-    latents, turned = randn(64, 128, LATENT).bfloat16().cuda(), randn(64, 128, TURNED, seed=1).bfloat16().cuda()
+    latents, turned = (
+        randn(requests, heads, LATENT).bfloat16().cuda(),
+        randn(requests, heads, TURNED, seed=1).bfloat16().cuda(),
+    )
     workspace, pages, found = attend_workspace(LATENT, "cuda"), (cache.cuda(), None), []
     for _ in range(50):
         out = torch.full_like(latents, math.nan)
@@ -156,12 +184,13 @@ def test_repeated_launches_give_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_with_other_lengths() -> None:
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_replays_with_other_lengths(heads: int) -> None:
     lengths = [900, 70, 2000]
     cache, _, indptr, indices = paged_latents(LATENT + TURNED, 16, BF16, lengths)
     lens = ints([1, 1, 1]).cuda()
     table = PageTable(indptr.cuda(), indices.cuda(), lens)
-    q = randn(3, 128, LATENT + TURNED, seed=5).bfloat16()
+    q = randn(3, heads, LATENT + TURNED, seed=5).bfloat16()
     queries = Queries(q[..., :LATENT].contiguous().cuda(), q[..., LATENT:].contiguous().cuda())
     out, workspace, pages = torch.empty_like(queries.latents), attend_workspace(LATENT, "cuda"), (cache.cuda(), None)
 
@@ -180,9 +209,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
         assert float((out[request].cpu().double() - right[0]).norm() / right.norm()) < FORMATS[BF16]
 
 
-def test_other_pages_and_fewer_heads_have_the_kernel_of_all_gpus(
-    emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_pages_have_the_kernel_of_all_gpus(emulator: EmulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "driver", lambda: emulator)
 
     def chosen(heads: int, page: int = 16, dtype: torch.dtype = BF16, latent: int = LATENT, skew: int = 0) -> Cutting:
@@ -190,9 +217,10 @@ def test_other_pages_and_fewer_heads_have_the_kernel_of_all_gpus(
         queries = Queries(torch.empty(1, heads, latent, dtype=BF16), turned)
         return cutting(queries, torch.empty(1, 1, page, latent + TURNED, dtype=dtype), None)
 
-    assert chosen(64).is_sm90
+    assert [chosen(heads).rows for heads in (16, 20, 48, 49, 128)] == [16, 32, 48, 64, 64]
+    assert all(chosen(heads).is_sm90 for heads in (16, 49, 64))
     assert chosen(128).beside == 2
-    for other in (chosen(63), chosen(64, page=8), chosen(64, dtype=I8), chosen(64, latent=256), chosen(64, skew=4)):
+    for other in (chosen(64, page=8), chosen(64, dtype=I8), chosen(64, latent=256), chosen(64, skew=4)):
         assert other == Cutting(64)
     monkeypatch.setattr(modules, "driver", EmulatorDriver)
     assert not chosen(128).is_sm90

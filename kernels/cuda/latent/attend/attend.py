@@ -1,10 +1,11 @@
-"""Attention over paged latents on a GPU, whose queries are latents, too: see attend.cu, and for many heads on Hopper
-attend_sm90.cu."""
+"""Attention over paged latents on a GPU, whose queries are latents, too: see attend.cu, and on Hopper attend_sm90.cu
+for many heads and attend_few_sm90.cu for few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from allspan.kernels.cuda.attention.prefill import PrefillPlan
 from allspan.kernels.cuda.cache.pages import LOG2E, PageTable
 from allspan.kernels.cuda.jit.modules import HALVES, Kernel, element_macro, gpu, kernel, launch, shared_limit
 from allspan.kernels.cuda.latent.append import check_pages
-from allspan.kernels.cuda.latent.attend import attend_sm90, merge
+from allspan.kernels.cuda.latent.attend import attend_few_sm90, attend_sm90, merge
 
 MOST_LATENT, MOST_TURNED, STEP = 512, 64, 16
 """Elements of a latent and of what turns, at most, both in steps of so many."""
@@ -25,9 +26,6 @@ PAGE_DTYPES = ("bfloat16", "float16", "int8")
 
 PLAN_QUERIES = 128
 """Queries of a plan's tile."""
-
-LEAST_ROWS_SM90 = 64
-"""Heads of a request's queries from which on Hopper's own kernel is taken."""
 
 _TOKENS, _THREADS = 32, 256
 _MOST_ROWS = 64  # of a tile
@@ -89,11 +87,12 @@ class Mode:
 
 
 def cutting(q: Queries, cache: Tensor, plan: PrefillPlan | None) -> Cutting:
-    """Chooses the kernel, by sizes alone: Hopper's own where the heads of a request's queries fill its tiles."""
+    """Chooses the kernel, by sizes alone."""
     heads = q.latents.shape[1]
-    queries = 1 if plan is None else plan.queries // max(1, len(plan.tiles))
-    rows = heads * queries
-    if rows >= LEAST_ROWS_SM90 and not attend_sm90.why_not(q.turned, cache, q.latents.shape[2]):
+    rows = heads * (1 if plan is None else plan.queries // max(1, len(plan.tiles)))
+    if not attend_sm90.why_not(q.turned, cache, q.latents.shape[2]):
+        if few := attend_few_sm90.tile_rows_of(rows):
+            return Cutting(few, attend_sm90.TOKENS, is_sm90=True)
         return Cutting(attend_sm90.ROWS, attend_sm90.TOKENS, attend_sm90.beside(rows), True)
     return Cutting(_MOST_ROWS if plan is not None else tile_rows_of(heads))
 
@@ -143,7 +142,7 @@ def latent_attend(
         ]  # fmt: skip
         held = [out, lse, workspace.partial, workspace.counters, np.int32(mode.merges and not merges_later)]
         if cut.is_sm90:
-            attend_sm90.launch_sm90((q.latents, q.turned), cache, lines, held, scale * LOG2E, cut.beside)
+            _launch_sm90(cut, q, cache, lines, held, scale * LOG2E, some)
             continue
         strides = [np.int64(cache.stride(i) * cache.element_size()) for i in (0, 2)]  # of pages and of tokens, bytes
         arguments = [
@@ -156,6 +155,16 @@ def latent_attend(
     if merges_later:
         how = cut.rows, device.multiprocessors, cut.beside, cut.tokens, int(cut.is_sm90)
         merge.merge_rows(out[:count], None if lse is None else lse[:count], workspace.partial, table.kv_lens, how)
+
+
+def _launch_sm90(
+    cut: Cutting, q: Queries, cache: Tensor, lines: list[Any], into: list[Any], scale: float, requests: int
+) -> None:
+    both = q.latents, q.turned
+    if cut.rows == attend_sm90.ROWS:
+        attend_sm90.launch_sm90(both, cache, lines, into, scale, cut.beside)
+    else:
+        attend_few_sm90.launch_few_sm90(both, cache, lines, into, scale, cut.rows, requests)
 
 
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
