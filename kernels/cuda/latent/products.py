@@ -64,14 +64,12 @@ def absorb_and_append(
 def values(
     sums: Tensor,
     weights: LatentWeights[Tensor],
-    table: PageTable,
-    workspace: DecodeWorkspace,
     out: Tensor,
-    cutting: Cutting,
+    parts: tuple[PageTable, DecodeWorkspace, Cutting] | None,
 ) -> None:
-    """out[i, h] = sums[i, h] · v_up[h]ᵀ, where `latent_attend` made sums, with this cutting, and left cut ones in the
-    workspace."""
-    _product(sums, weights.v_up, out, (table, workspace, cutting))
+    """out[i, h] = sums[i, h] · v_up[h]ᵀ, where `latent_attend` made sums; parts: where it left those that it cut, None
+    if it merged them."""
+    _product(sums, weights.v_up, out, parts)
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor, parts: tuple[PageTable, DecodeWorkspace, Cutting] | None) -> None:
@@ -95,7 +93,7 @@ def _blocks(features: int, inputs: int) -> int:
 def kernel_variants(capability: tuple[int, int]) -> Iterator[Kernel]:
     """Yields the kernels of released models' sizes; others are compiled at their first use."""
     for dtype in HALVES:
-        for inputs, merges in ((128, 0), (192, 0), (512, 1)):
+        for inputs, merges in ((128, 0), (192, 0), (512, 0), (512, 1)):
             yield _kernel(inputs, merges, element_macro(dtype))
         for inputs, pages in itertools.product((128, 192), (dtype, *PAGES)):
             yield _kernel_that_appends(inputs, pages, element_macro(dtype))

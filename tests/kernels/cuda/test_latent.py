@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from allspan.kernels.cuda.attention.attention import StepAttention
 from allspan.kernels.cuda.attention.prefill import PrefillPlan, plan_prefill
 from allspan.kernels.cuda.cache.pages import PageTable, Scores
 from allspan.kernels.cuda.jit import modules
+from allspan.kernels.cuda.jit.modules import Kernel
 from allspan.kernels.cuda.latent import expand_rule
 from allspan.kernels.cuda.latent.append import latent_append
 from allspan.kernels.cuda.latent.attend import merge
@@ -197,9 +198,26 @@ def test_prompts_of_many_heads_that_go_on(before: int) -> None:
     check(128, WHOLE, 64, BF16, [(1, 300), (300, 300 + before), (33, 70)], "cuda", 33)
 
 
+TWO_DECODES: Requests = [(1, 900), (1, 33)]
+MORE_DECODES: Requests = [(1, 900), (1, 1), (1, 400)]
+
+
+def who_merges(launched: Sequence[Kernel]) -> list[int]:
+    """Of each product with what makes values, whether it merges."""
+    return [dict(each.defines)["MERGES"] for each in launched if each.name == "latent_product"][1::2]
+
+
+@pytest.mark.parametrize("requests", [TWO_DECODES, MORE_DECODES], ids=["two", "more"])
 @pytest.mark.parametrize("heads", [3, 16, 20, 72])
-def test_a_few_decodes_are_merged_by_the_product_behind(heads: int, device: str) -> None:
-    check(heads, (64, 16, 16, 24), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], device)
+def test_the_product_behind_merges_parts_of_a_few_decodes(
+    heads: int, requests: Requests, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = EmulatorDriver()
+    if device == "cpu":
+        monkeypatch.setattr(modules, "driver", lambda: driver)
+    check(heads, (64, 16, 16, 24), 16, BF16, requests, device)
+    if device == "cpu":
+        assert who_merges(driver.launched) == [1]
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=["bfloat16", "int8", "e4m3"])
@@ -249,11 +267,14 @@ def test_what_is_appended_with_attention_is_what_is_before_it(
         assert names.count("absorb_append") == int(len(requests) == 4), names
 
 
-def test_a_few_decodes_of_many_heads_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("requests", [TWO_DECODES, MORE_DECODES], ids=["two", "more"])
+@pytest.mark.parametrize(("heads", "name"), [(16, "attend_few_sm90"), (48, "attend_few_sm90"), (128, "attend_sm90")])
+def test_a_few_decodes_on_hopper(heads: int, name: str, requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = EmulatorDriver(capability=(9, 0))
     monkeypatch.setattr(modules, "driver", lambda: hopper)
-    check(128, (512, 16, 64, 16), 16, BF16, [(1, 900), (1, 1), (1, 33), (1, 400), (1, 64)], "cpu")
-    assert {"attend_sm90", "latent_product"} <= {each.name for each in hopper.launched}
+    check(heads, (512, 16, 64, 16), 16, BF16, requests, "cpu")
+    assert name in {each.name for each in hopper.launched}
+    assert who_merges(hopper.launched) == [int(len(requests) == 2 or heads == 128)]
 
 
 def test_tiles_of_no_request_are_left_out(device: str) -> None:

@@ -73,6 +73,11 @@ class Cutting:
     """The number of tiles that have stretches together."""
     is_sm90: bool = False
 
+    @property
+    def is_for_few_heads(self) -> bool:
+        """Whether the kernel is attend_few_sm90."""
+        return self.is_sm90 and self.rows <= attend_few_sm90.ROWS[-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
