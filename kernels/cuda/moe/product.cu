@@ -100,13 +100,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const auto list = [&] {
     constexpr int kBits = 20;  // tiles so far, and above these bits places
     int before = 0;
+    // Each is read once: what is listed is what is looked at again, though they may change meanwhile.
+    for (int i = threadIdx.x; i <= p.places; i += kThreads) starts_of[i] = min(max(__ldcg(starts + i), 0), all_slots);
+    __syncthreads();
     for (int first = 0; first < p.places; first += kThreads) {
       const int place = first + threadIdx.x;
-      int from = 0, until = 0;
-      if (place < p.places) {
-        from = min(max(__ldcg(starts + place), 0), all_slots);
-        until = min(max(__ldcg(starts + place + 1), 0), all_slots);
-      }
+      const int from = place < p.places ? starts_of[place] : 0, until = place < p.places ? starts_of[place + 1] : 0;
       const int count = (max(until - from, 0) + kRows - 1) / kRows, mine = count | (count ? 1 << kBits : 0);
       int up_to = mine;
 #pragma unroll
@@ -120,8 +119,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int o = 16; o; o >>= 1) its += __shfl_xor_sync(~0u, its, o), earlier += __shfl_xor_sync(~0u, earlier, o);
       const int so_far = before + earlier + up_to - mine;
-      if (place < p.places) starts_of[place] = from;
-      if (place + 1 == p.places) starts_of[p.places] = until;
       if (count) places_of[so_far >> kBits] = place, tiles_before[so_far >> kBits] = so_far & ((1 << kBits) - 1);
       before += its;
       __syncthreads();
