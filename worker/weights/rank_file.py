@@ -92,7 +92,10 @@ class RankFile:
         """Views of the mapping; CheckpointError unless the file holds exactly these names, shapes and dtypes."""
         for name in self._entries:
             if name not in held:
-                raise CheckpointError(f"{self.path}: tensor {name!r} is not part of the model that the manifest names")
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is not part of the model that the manifest names: convert the model "
+                    "again"
+                )
         views = {}
         for name, tensor in held.items():
             entry = self._entries.get(name)
