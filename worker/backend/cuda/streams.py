@@ -47,7 +47,8 @@ def cuda_streams() -> Streams:
 
 
 class StreamCopies:
-    """A SideCopies whose copies go on in the stream of loads, beside the one of the steps. No call waits for a step."""
+    """A SideCopies whose copies go on in the stream of loads, beside the one of the steps. What comes from memory that
+    is not pinned may wait for steps in flight, in the thread that copies."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
