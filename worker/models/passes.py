@@ -119,8 +119,9 @@ class Passes:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """See `Executor.buffers`."""
-        return [buffer for each in self._all for buffer in each.executor.buffers]
+        """See `Executor.buffers`; and those of attention."""
+        own = [buffer for each in self._all for buffer in each.executor.buffers]
+        return own + [buffer for meta in self.plain.steps.step_metadata for buffer in meta.buffers]
 
     def bind(self, values: Mapping[str, Any]) -> None:
         """See `Executor.bind`."""

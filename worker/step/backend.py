@@ -173,6 +173,10 @@ class Backend(Protocol):
     ) -> Executor:
         """Runs `program` in steps of at most so many rows; `dtype` of the activations between ops."""
 
+    def attention_bytes(self, heads: AttentionHeads, limits: ModelLimits) -> int:
+        """What attention with these heads keeps on the device for itself, beside pages and as far as it grows with
+        steps and contexts; at most, and known without the device."""
+
     def step_metadata(self, heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, ops: OpSet) -> StepMetadata:
         """For the attention blocks that have these heads and pages."""
 

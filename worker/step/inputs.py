@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -167,6 +168,10 @@ class StepInputs:
 
 class StepMetadata(Protocol):
     """Prepares, once a step for all layers, what the op `attention` takes as `meta`: each device its own value."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """What ops write to beside the program's own buffers; a step looks at nothing that was there before it."""
 
     def of(self, inputs: StepInputs) -> Any: ...
 

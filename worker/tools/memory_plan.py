@@ -35,6 +35,7 @@ from allspan.worker.cache.budget import (
 from allspan.worker.load.attention_ranks import check_attention
 from allspan.worker.load.draft_heads import PreparedDrafter, PreparedHead, prepare_drafter
 from allspan.worker.load.loader import Prepared, prepare
+from allspan.worker.models.blocks.mla import Mla
 from allspan.worker.models.decoder import Decoder, build_decoder
 from allspan.worker.models.holding import Holding
 from allspan.worker.models.layout import cache_groups, layer_pieces
@@ -43,7 +44,7 @@ from allspan.worker.models.shard import Place, Shard, make_shard
 from allspan.worker.models.spec import ModelSpec
 from allspan.worker.models.spec_json import spec_json
 from allspan.worker.program.program import Rows, buffer_bytes
-from allspan.worker.step.buffer_sizes import most_logits_rows
+from allspan.worker.step.buffer_sizes import ModelLimits, most_logits_rows
 from allspan.worker.tools.token_bytes import count_parameters, token_bytes
 
 
@@ -255,14 +256,15 @@ def _widest(prepared: Sequence[Prepared]) -> tuple[GroupDemand, ...]:
 def step_bytes(prepared: Prepared, config: WorkerConfig, draft: PreparedDrafter | None = None) -> int:
     """See `RankMemory`. A step's own is measured where it runs; here it is the output of its widest linear layer, and
     that layer's weight in 16 bits where it is held in fewer; captured steps keep as much beside those that are launched
-    op by op. The pass of steps with adapters has buffers of its own, as has what drafts, whose steps never run at the
-    same time."""
+    op by op. Attention keeps room for keys and values of latents. The pass of steps with adapters has buffers of its
+    own, as has what drafts, whose steps never run at the same time."""
     if not open_backend(config.model.device).capabilities.has_own_memory:
         return 0
     holding, slots = prepared.holding, adapter_slots(prepared.holding, config.adapters)
     features = draft.spec.features if isinstance(draft, PreparedHead) else ()
     passes = [holding] if slots is None else [holding, replace(holding, delta=slots)]
     buffers = _buffer_bytes([build_decoder(each, features=features) for each in passes], holding, config)
+    buffers += _attention_bytes(prepared, config)
     widest = _widest_bytes(holding, _layers(prepared), config)
     if isinstance(draft, PreparedHead):
         kinds = (False, True) if draft.spec.reads.tells_states_apart else (False,)
@@ -271,6 +273,7 @@ def step_bytes(prepared: Prepared, config: WorkerConfig, draft: PreparedDrafter 
         widest = max(widest, _widest_bytes(draft.holding, (0, len(draft.spec.layers)), config))
     elif draft is not None:
         buffers += _buffer_bytes([build_decoder(draft.prepared.holding)], draft.prepared.holding, config)
+        buffers += _attention_bytes(draft.prepared, config)
         widest = max(widest, _widest_bytes(draft.prepared.holding, _layers(draft.prepared), config))
     return buffers + widest * (1 if config.model.enforce_eager else 2)
 
@@ -280,6 +283,15 @@ def _buffer_bytes(decoders: Sequence[Decoder], holding: Holding, config: WorkerC
     tokens, most = config.scheduler.max_num_batched_tokens, most_logits_rows(config.scheduler.max_num_seqs)
     capacity = {Rows.TOKENS: tokens, Rows.OWN: tokens, Rows.LOGITS: most}
     return sum(buffer_bytes(decoder.program, capacity, _activations(holding)) for decoder in decoders)
+
+
+def _attention_bytes(prepared: Prepared, config: WorkerConfig) -> int:
+    """What attention over latents keeps for itself, once for all blocks with the same heads."""
+    tokens, most = config.scheduler.max_num_batched_tokens, most_logits_rows(config.scheduler.max_num_seqs)
+    backend, limits = open_backend(config.model.device), ModelLimits(tokens, most, prepared.max_model_len)
+    blocks = (layer.attention for layer in prepared.holding.spec.layers)
+    kinds = {block.on_rank(prepared.holding.shard) for block in blocks if isinstance(block, Mla)}
+    return sum(backend.attention_bytes(heads, limits) for heads in kinds)
 
 
 def _widest_bytes(holding: Holding, layers: tuple[int, int], config: WorkerConfig) -> int:

@@ -48,11 +48,26 @@ class ExpandRoom:
 
 def expand_room(rule: ExpandRule, device: torch.device | str) -> ExpandRoom:
     """For all that the rule may choose."""
+    sizes = rule.sizes.key + rule.sizes.rot, rule.sizes.value
+    latents, made, numbers = _room(rule, _is_for_hopper(sizes, torch.device(device)))
+    return ExpandRoom(
+        torch.empty(latents, dtype=torch.bfloat16, device=device),
+        torch.empty(made, dtype=torch.bfloat16, device=device),
+        torch.arange(numbers, dtype=torch.int32, device=device),
+    )
+
+
+def room_bytes(rule: ExpandRule) -> int:
+    """Returns what `expand_room` takes on a GPU, at most: where Hopper's kernel runs it is less."""
+    (tokens, latent), (made,), numbers = _room(rule, on_hopper=False)
+    return (tokens * latent + made) * 2 + numbers * 4
+
+
+def _room(rule: ExpandRule, on_hopper: bool) -> tuple[tuple[int, int], tuple[int], int]:
+    """The shapes of ExpandRoom's tensors, and the length of `numbers`."""
     key, value = rule.sizes.key + rule.sizes.rot, rule.sizes.value
-    width = key + (value if _is_for_hopper((key, value), torch.device(device)) else key)
-    shapes = (rule.most, rule.sizes.latent), (rule.at_once * width,)
-    latents, made = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-    return ExpandRoom(latents, made, torch.arange(max(rule.most, rule.heads) + 1, dtype=torch.int32, device=device))
+    width = key + (value if on_hopper else key)
+    return (rule.most, rule.sizes.latent), (rule.at_once * width,), max(rule.most, rule.heads) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,22 @@ def test_slots_of_adapters_and_the_buffers_of_their_pass_are_taken_off(device: s
         assert 1.5 < one.step_bytes / without.step_bytes < 2.5
 
 
+def test_room_for_keys_and_values_of_latents_is_taken_off_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V2_LITE))
+    scheduler = SchedulerConfig(64, 8192)
+    config = replace(config_for(tmp_path), scheduler=scheduler)
+    model = replace(config.model, load_format="dummy", device="cuda")
+    short, long = (
+        plan_memory(replace(config, model=replace(model, max_model_len=length)), 1, Room(1 << 37, 1 << 37), 1)
+        for length in (1 << 10, 160 << 10)
+    )
+    tokens = 8192 + (160 << 10)
+    heads_of_tokens = [1 << 18, 4 * tokens]  # at once: of short contexts, and four of the longest
+    of_latents = 1024 * ((160 << 10) - (1 << 10))
+    grown = of_latents + 2 * 2 * 192 * (heads_of_tokens[1] - min(heads_of_tokens[0], 16 * (8192 + 1024)))
+    assert long.ranks[0].step_bytes - short.ranks[0].step_bytes == pytest.approx(grown, rel=0.01)
+
+
 def test_buffers_take_what_is_planned(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     program = build_decoder(prepare(config_for(tmp_path).model, CacheConfig(), 0, 1).holding).program

@@ -34,6 +34,10 @@ class PagedMetadata:
         slopes = None if heads.slopes is None else torch.tensor(heads.slopes, dtype=torch.float32, device=device)
         self._scores = heads.scale, heads.window, heads.soft_cap, slopes
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return ()
+
     def of(self, inputs: StepInputs) -> PagedAttention:
         tables = inputs.qo_indptr, inputs.page_indptr, inputs.page_indices, inputs.kv_lens
         return PagedAttention(*tables, self._kv_head_of, *self._scores)

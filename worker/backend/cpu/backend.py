@@ -68,6 +68,9 @@ class CpuBackend:
             return NativeProgram(program, ops, collectives, capacity)
         return Interpreter(program, ops, collectives, capacity, self.capabilities.tensors, dtype)
 
+    def attention_bytes(self, heads: AttentionHeads, limits: ModelLimits) -> int:
+        return 0
+
     def step_metadata(self, heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, ops: OpSet) -> PagedMetadata:
         return PagedMetadata(heads, self.capabilities.tensors)
 

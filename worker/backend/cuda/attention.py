@@ -45,9 +45,8 @@ class CudaMetadata:
         self.expand_rule: ExpandRule | None = None
         """Chooses the requests of which keys and values are made of latents; None: there are none."""
         self._room: ExpandRoom | None = None
-        if (latents := heads.latents) is not None and expand.runs((latents.key + latents.rot, latents.value)):
-            tokens = limits.max_tokens + min(limits.max_model_len, MOST_BEFORE)
-            self.expand_rule = ExpandRule(latents, heads.group, tokens, gpu(device).multiprocessors)
+        if _may_expand(heads):
+            self.expand_rule = _expand_rule(heads, limits, gpu(device).multiprocessors)
             self._room = expand_room(self.expand_rule, device)
         self._states: CascadeWorkspace | None = None
         if limits.uses_cascades and not heads.window and not is_latent:
@@ -55,6 +54,10 @@ class CudaMetadata:
             states = max((rule.parts(rows) * rows for rows in range(1, most + 1) if rule.may_pay(rows)), default=0)
             counts = len(heads.kv_head_of), kv_heads
             self._states = cascade_workspace(most, counts, dim, -(-states // most), device) if states else None
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        return () if self._room is None else (self._room.latents, self._room.made)
 
     def of(self, inputs: StepInputs) -> StepAttention:
         count, pages, rule = inputs.num_decodes, inputs.page_indices, self.cascade_rule
@@ -81,6 +84,23 @@ class CudaMetadata:
             return None
         plan = PrefillPlan(made.tiles, inputs.qo_indptr, len(inputs.positions), self.plan_tiles.group)
         return Expanded(table, plan, made.indptr, made.rows, self._room)
+
+
+def kept_bytes(heads: AttentionHeads, limits: ModelLimits) -> int:
+    """See `Backend.attention_bytes`."""
+    return expand.room_bytes(_expand_rule(heads, limits, multiprocessors=1)) if _may_expand(heads) else 0
+
+
+def _may_expand(heads: AttentionHeads) -> bool:
+    """Whether there are kernels for keys and values made of the latents of these heads."""
+    sizes = heads.latents
+    return sizes is not None and expand.runs((sizes.key + sizes.rot, sizes.value))
+
+
+def _expand_rule(heads: AttentionHeads, limits: ModelLimits, multiprocessors: int) -> ExpandRule:
+    assert heads.latents is not None
+    tokens = limits.max_tokens + min(limits.max_model_len, MOST_BEFORE)
+    return ExpandRule(heads.latents, heads.group, tokens, multiprocessors)
 
 
 def _rule(heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, device: torch.device) -> CascadeRule:

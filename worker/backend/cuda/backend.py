@@ -20,7 +20,7 @@ from allspan.protos.api.errors import ConfigError
 from allspan.protos.cluster.available_memory import available_bytes
 from allspan.worker.backend.cpu.attention import PagedMetadata
 from allspan.worker.backend.cpu.step_inputs import StepBuffers
-from allspan.worker.backend.cuda.attention import CudaMetadata
+from allspan.worker.backend.cuda.attention import CudaMetadata, kept_bytes
 from allspan.worker.backend.cuda.collectives import join_gpus
 from allspan.worker.backend.cuda.event_wait import EventWaiter
 from allspan.worker.backend.cuda.graphs import CudaSteps
@@ -102,6 +102,9 @@ class CudaBackend:
     ) -> Executor:
         tensors = self.capabilities.tensors
         return Interpreter(program, ops, collectives, capacity, tensors, dtype, torch.cuda.synchronize)
+
+    def attention_bytes(self, heads: AttentionHeads, limits: ModelLimits) -> int:
+        return kept_bytes(heads, limits)
 
     def step_metadata(self, heads: AttentionHeads, cache: CacheSpec, limits: ModelLimits, ops: OpSet) -> StepMetadata:
         if ops.name.startswith("cuda/"):

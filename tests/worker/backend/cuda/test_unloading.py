@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from allspan import Engine, SamplingParams
+from allspan.kernels.cuda.jit import modules
+from allspan.worker.backend.cuda import step_layout
 from support.emulator.backend import add_device
+from support.emulator.driver import EmulatorDriver
+from support.latent_models import save_latent
 from support.tiny_models import prompt, save_tiny
 
 SIZES = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -58,6 +62,28 @@ def test_weights_that_are_read_again_give_the_same_tokens_and_their_memory_was_f
             assert [output.token_ids for output in engine.generate(asked, GREEDY)] == before
         engine.stop_model()
         engine.reload_weights()  # in place
+        engine.start_model()
+        assert [output.token_ids for output in engine.generate(asked, GREEDY)] == before
+
+
+def test_room_for_keys_and_values_of_latents_is_given_back_too(
+    tmp_path: Path, on: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = EmulatorDriver()
+    if on["device"] != "cuda":
+        monkeypatch.setattr(modules, "driver", lambda: driver)
+    monkeypatch.setattr(step_layout, "LEAST_ROWS", 2)
+    save_latent(tmp_path, "v3", num_hidden_layers=2, first_k_dense_replace=1, qk_rope_head_dim=16, v_head_dim=16)
+    asked = [prompt(50, 97, 1), prompt(20, 97, 2)]
+    with Engine(tmp_path, **SETTINGS, **on) as engine:
+        model = engine._loaded.model
+        (room,) = {metadata.buffers for metadata in model.step_metadata}
+        assert len(room) == 2
+        assert {each.data_ptr() for each in room} <= {each.data_ptr() for each in model.buffers}
+        before = [output.token_ids for output in engine.generate(asked, GREEDY)]
+        engine.stop_model()
+        engine.unload_weights()
+        engine.reload_weights()
         engine.start_model()
         assert [output.token_ids for output in engine.generate(asked, GREEDY)] == before
 
