@@ -172,20 +172,21 @@ def test_a_layer_with_adapters_is_the_sum_of_its_products(format_: str, epilogue
 
 
 ONE_ROW = [
-    (BF16, (70, 16, 129), "store", 40),
-    (BF16, (130, 130), "silu", 17),
-    (F16, (200,), "add", 8),
-    (F16, (0, 300), "store", 16),
+    (BF16, (70, 16, 129), "store", 40, 1300),
+    (BF16, (130, 130), "silu", 17, 1300),
+    (F16, (200,), "add", 8, 1300),
+    (F16, (0, 300), "store", 16, 1300),
+    (BF16, (200,), "store", 16, 70),
 ]
-"""Types, parts, epilogues and the rank that there is room for."""
+"""Types, parts, epilogues, the rank that there is room for, and inputs: several stretches, or fewer than warps."""
 
 
-@pytest.mark.parametrize(("dtype", "parts", "epilogue", "rank"), ONE_ROW)
+@pytest.mark.parametrize(("dtype", "parts", "epilogue", "rank", "inputs"), ONE_ROW)
 def test_one_row_has_its_adapter_within_the_product(
-    dtype: torch.dtype, parts: tuple[int, ...], epilogue: str, rank: int, device: str
+    dtype: torch.dtype, parts: tuple[int, ...], epilogue: str, rank: int, inputs: int, device: str
 ) -> None:
-    """Of mixed ranks, or none; inputs are several stretches, the last of which is not whole."""
-    is_gated, inputs, name = epilogue == "silu", 1300, "bf16" if dtype is BF16 else "f16"
+    """Of mixed ranks, or none; the last stretch of inputs is not whole."""
+    is_gated, name = epilogue == "silu", "bf16" if dtype is BF16 else "f16"
     spec = PackedSpec(name, name, parts, inputs, memory="rows")
     weight, (a, a_spec) = random_weight(spec, 3), matrices(len(parts) * rank, inputs, dtype)
     second = weights_of(parts, rank, dtype)

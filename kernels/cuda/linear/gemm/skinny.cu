@@ -375,7 +375,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (kHasSums && !kGrouped && g == 0 && pass == 0) warp_sums[warp * kRows + row] = x_sum[n][e];
       }
 #if ADAPTED
-    if (count < kStages) wait_for<0>();  // the copies are part of the first step
+    if (count == 0) commit();            // no step has the copies with it
+    if (count < kStages) wait_for<0>();  // … and else the first one has
     __syncwarp();
     adapter.add_to(of_pass + warp * kPitch + lane);
 #endif
