@@ -5,7 +5,9 @@ and so have many rows of a gated product on Hopper (of_tiles.cuh). Others have t
 is added to what is there, or, where an activation follows, to what is kept until then, in float32 where rows are so few
 that the layer's kernel would round nothing before its activation. The first product comes ahead of kernels that ask for
 their weight meanwhile, and behind those of cuBLAS, whose end the next kernel waits for anyway. Rows without an adapter
-have the bits of the layer alone, but for gated products by cuBLAS.
+have the bits of the layer alone, but for gated products that are kept in 16 bits: by cuBLAS, of e4m3, and on Hopper of
+more adapters than `of_tiles` takes; and for narrow ones of few rows on GPUs of less shared memory, where `skinny` may
+have another number of warps for them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from allspan.kernels.adapter_layout import panels_of
 from allspan.kernels.adapter_ops import AdapterWeights
 from allspan.kernels.cuda.adapters import of_tiles, one_row
 from allspan.kernels.cuda.adapters.expand import expand, expand_gated
@@ -40,6 +43,8 @@ def adapted_linear(
 ) -> None:
     """See `FusedOps.adapted_linear`. Raises ValueError for what the kernels would read or write past."""
     weight, bias, spec, epilogue = base
+    if adapters.ranks.shape[1] != len(spec.parts) or adapters.panels.shape[1] != panels_of(spec.parts):
+        raise ValueError(f"panels: {list(adapters.panels.shape)} are not of parts {list(spec.parts)}")
     call = LinearCall(x, weight, bias, spec, Output(out, 0, _EPILOGUES[epilogue]))
     kernel = choose(call).name
     if one_row.takes(kernel, call, adapters):
