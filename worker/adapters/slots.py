@@ -136,7 +136,8 @@ class AdapterSlots:
         there. Steps read no slot but those of their rows."""
         for name, tensor in staged.tensors.items():
             into = self.tensors[name][slot]
-            into[tuple(map(slice, tensor.shape))].copy_(tensor, non_blocking=True)
+            # Nobody keeps other memory until a copy from it is over.
+            into[tuple(map(slice, tensor.shape))].copy_(tensor, non_blocking=tensor.is_pinned())
 
     def load(self, slot: int, path: Path) -> None:
         """Reads a folder of PEFT's into a slot that no step reads. Raises as `stage` does."""
