@@ -27,12 +27,12 @@ _SETS, _MANY_SETS, _MOST_SPLITS = 32, 16, 20
 """Sets of 32 inputs that a block of few and of many rows asks for at once, and parts of the inputs at most."""
 
 
-def shrink(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor], most_splits: int = _MOST_SPLITS) -> Tensor:
+def shrink(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> Tensor:
     """Returns float32 [splits, n, features], whose sum over the splits is x · a[place]ᵀ in rows that have a place.
 
     Other rows hold anything. x [n, K] of 16 bits; a uint8 [places, *spec.shape], in rows of x's type.
     """
-    check_first(x, a, spec, routing)
+    _check(x, a, spec, routing)
     n, places, sets = len(x), len(a), k_tiles(spec)
     row_tiles, feature_tiles = _tiles(n, spec)
     splits = splits_of(n, spec, gpu(x.device))
@@ -78,7 +78,7 @@ def _kernel(dtype: torch.dtype, row_tiles: int, feature_tiles: int) -> Kernel:
     return kernel("adapters/shrink.cu", "shrink", **tiles, **element_macro(dtype))
 
 
-def check_first(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> None:
+def _check(x: Tensor, a: Tensor, spec: PackedSpec, routing: Routing[Tensor]) -> None:
     """Raises ValueError unless `a` are first matrices that x meets."""
     if x.dtype not in HALVES or x.shape[1:] != (spec.inputs,) or x.stride(1) != 1:
         raise ValueError(f"x: {x.dtype} {list(x.shape)} is not bfloat16 or float16 [n, {spec.inputs}]")
