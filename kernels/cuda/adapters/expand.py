@@ -91,7 +91,10 @@ def _launch(
     wide = (out if product is None else product).element_size() // 2
     shared = each * row_bytes + _THREADS * _STAGES * halves * wide * 32
     if shared > device.shared_bytes:
-        raise ValueError(f"ranks: adapters of rank {rank} are more than a thread block of this GPU takes")
+        raise ValueError(
+            f"ranks: adapters of rank {rank} take {shared} bytes of a thread block's shared memory, this GPU has "
+            f"{device.shared_bytes}: lower max_lora_rank"
+        )
     what = _kernel(panels.dtype, activation, out.dtype if product is None else product.dtype)
     arguments = (*weights, sums, routing.places, routing.slots, product, out, sizes)
     launch(what, blocks, _THREADS, arguments, shared, is_early=True)
